@@ -1,0 +1,360 @@
+"""One optimiser step, done right: micro-batches under a token budget, global weights, clipping, and what to do when it fails.
+
+Legend: B rows, T longest response, b rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.errors import ConfigError, RLHFWarning
+from rlhf.parallel import sum_over_processes
+from rlhf.rollout.batch import Rollout
+from rlhf.scoring import Pack, PackedBackbone, PackedBatch, collate, plan_micro_batches
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+DEFAULT_LR = 1e-5
+Output = TypeVar("Output")
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy loss sees: log-probabilities of the sampled tokens and entropies, both [b, T], 0 where nothing was sampled."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class ValueOutput(NamedTuple):
+    """What a value loss sees: V of the state before each token, [b, T], 0 where nothing was sampled."""
+
+    values: Tensor
+
+
+class TrainingBatch(Protocol):
+    """What the learner needs of a batch; `rlhf.Experience` is one."""
+
+    rollout: Rollout
+    loss_weights: Tensor
+
+    def __len__(self) -> int: ...
+
+    def select(self, indices: Any) -> Any: ...
+
+    def to(self, device: torch.device) -> Any: ...
+
+
+class Loss(Protocol):
+    """Any callable `loss(output, batch, weights) -> LossOutput(loss, metrics)`, where loss is the sum of weighted token losses.
+
+    Optional attributes: `needs`, a set with "entropy" if the loss is differentiated through the entropy; `weights(mask, *, tokens,
+    sequences) -> [b, T]`, the weight of each token given the counts of the whole mini-batch (1 / tokens without it). Metrics are
+    means over the tokens with a weight, but for names ending in `_max`.
+    """
+
+    def __call__(self, output: Any, batch: Any, weights: Tensor) -> Any: ...
+
+
+class Learner(ABC):
+    """A module with its optimiser: `forward_backward`, `optim_step`, and `update`, which is both over shuffled mini-batches.
+
+    Args:
+        module: what is trained; `module(...)` is called with the tensors of a `PackedBatch`.
+        lr: learning rate of the default optimiser; `DEFAULT_LR` if None.
+        optimizer: factory `parameters -> torch.optim.Optimizer`; AdamW (betas .9/.999, eps 1e-8, no weight decay) if None.
+        scheduler: factory `optimizer -> LRScheduler`, stepped once per optimiser step; a constant rate if None.
+        max_grad_norm: gradients are scaled down to this norm.
+        micro_batch_tokens: most tokens of one forward pass, padding included; a longer single sequence still goes through.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        master_weights: keep float32 copies of bfloat16 weights for the optimiser; without them small steps are rounded away.
+        seed: of the shuffling in `update`.
+        parallel: an `accelerate.Accelerator` from `rlhf.parallel.make_accelerator`.
+
+    Attributes:
+        weight_version: optimiser steps that changed the weights so far.
+        skipped_steps: steps left out because a gradient was not finite.
+    """
+
+    prefix: str
+    last_token = False
+
+    def __init__(
+        self,
+        module: PackedBackbone,
+        *,
+        lr: float | None = None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        max_grad_norm: float = 1.0,
+        micro_batch_tokens: int = 8192,
+        gradient_checkpointing: bool = False,
+        master_weights: bool = True,
+        seed: int = 0,
+        parallel: Any = None,
+    ) -> None:
+        if optimizer is not None and lr is not None:
+            raise ConfigError("lr and optimizer were both given; the factory sets its own rate: leave lr out")
+        if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"lr must be a finite number of at least 0; got {lr}")
+        if not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be above 0; got {max_grad_norm} (float('inf') leaves gradients as they are)")
+        if micro_batch_tokens < 1:
+            raise ConfigError(f"micro_batch_tokens must be at least 1; got {micro_batch_tokens}")
+        self.module = module
+        self.max_grad_norm = max_grad_norm
+        self.micro_batch_tokens = micro_batch_tokens
+        self.weight_version = 0
+        self.skipped_steps = 0
+        self._shuffle = torch.Generator().manual_seed(seed)
+        if gradient_checkpointing:
+            module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.train()
+        self._prepared = module if parallel is None else parallel.prepare(module)
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not self._trained:
+            raise ConfigError("no parameter requires a gradient: there is nothing to train")
+        self._masters = _MasterWeights(self._trained) if master_weights and any(map(_is_short, self._trained)) else None
+        self._optimized = self._masters.parameters if self._masters else self._trained
+        self.optimizer = optimizer(self._optimized) if optimizer else _adamw(self._optimized, DEFAULT_LR if lr is None else lr)
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    @abstractmethod
+    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> Any:
+        """Run the prepared module on `packed` and put its results into [b, T]."""
+
+    # ---------------------------------------------------------------- one step
+
+    def forward_backward(self, batch: TrainingBatch, loss: Loss) -> dict[str, float]:
+        """Add the gradient of `loss` over `batch` to the parameters, in as many micro-batches as the token budget asks for.
+
+        The weights of all micro-batches come from the counts of the whole batch, so any split gives the same gradient. When a
+        micro-batch runs out of memory the budget is halved and the whole batch is done again.
+
+        Returns:
+            the loss and its metrics under "<prefix>/…".
+        """
+        mask = batch.loss_weights > 0
+        tokens = sum_over_processes(mask.sum())
+        sequences = sum_over_processes(mask.any(1).sum())
+        if hasattr(loss, "weights"):
+            weights = loss.weights(mask, tokens=tokens, sequences=sequences)
+        else:
+            weights = mask / tokens.clamp(min=1)
+        weights = weights * batch.loss_weights
+        trained = mask.any(1).nonzero().squeeze(1)
+        if not len(trained):
+            return {f"{self.prefix}/loss": 0.0}
+        earlier = [parameter.grad for parameter in self._optimized]
+        self.zero_grad()
+        batch, weights = batch.select(trained), weights[trained]
+        metrics = self._within_memory(lambda: self._accumulate(batch, loss, weights), undo=self.zero_grad)
+        for parameter, before in zip(self._optimized, earlier, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+
+    def _accumulate(self, batch: TrainingBatch, loss: Loss, weights: Tensor) -> dict[str, float]:
+        totals = _Totals()
+        for packs, rows in self._micro_batches(batch.rollout):
+            part, part_weights = batch.select(rows), weights[rows].to(self.device)
+            packed = collate(part.rollout, packs, layout=self.module.layout, last_token=self.last_token).to(self.device)
+            output = self._output(packed, (len(rows), weights.shape[1]))
+            if "entropy" not in getattr(loss, "needs", ()) and isinstance(output, PolicyOutput):
+                output = output._replace(entropy=output.entropy.detach())
+            value, metrics = loss(output, part.to(self.device), part_weights)
+            value.backward()
+            if self._masters:
+                self._masters.collect()
+            totals.add(value.detach(), metrics, count=(part_weights > 0).sum())
+        return totals.result()
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the gathered gradients, step the optimiser and the scheduler, and forget the gradients.
+
+        A gradient that is not finite skips the step: weights, optimiser and scheduler stay as they were, and `skipped_steps` counts
+        it. Without any gradient nothing happens.
+
+        Returns:
+            "<prefix>/grad_norm" before clipping, "<prefix>/lr" and "<prefix>/skipped_steps" (0 or 1).
+        """
+        gradients = [parameter.grad for parameter in self._optimized if parameter.grad is not None]
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        metrics = {f"{self.prefix}/grad_norm": 0.0, f"{self.prefix}/lr": rate, f"{self.prefix}/skipped_steps": 0.0}
+        if not gradients:
+            return metrics
+        norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]).norm()
+        metrics[f"{self.prefix}/grad_norm"] = float(norm)
+        if torch.isfinite(norm):
+            if norm > self.max_grad_norm:
+                torch._foreach_mul_(gradients, (self.max_grad_norm / norm).to(gradients[0].dtype))
+            self.optimizer.step()
+            if self.scheduler:
+                self.scheduler.step()
+            if self._masters:
+                self._masters.publish()
+            self.weight_version += 1
+        else:
+            self.skipped_steps += 1
+            metrics[f"{self.prefix}/skipped_steps"] = 1.0
+        self.zero_grad()
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Forget gathered gradients."""
+        for parameter in [*self._trained, *self._optimized]:
+            parameter.grad = None
+
+    # ---------------------------------------------------------------- a whole update
+
+    def update(self, batch: TrainingBatch, loss: Loss, *, epochs: int = 1, mini_batch_size: int | None = None) -> dict[str, float]:
+        """Train on `batch`: `epochs` passes in shuffled mini-batches, one optimiser step each.
+
+        Args:
+            batch: an experience of B rows.
+            loss: see `Loss`.
+            epochs: passes over the batch.
+            mini_batch_size: responses (rows) per optimiser step; all of them if None. Whole groups are shuffled and a group is
+                split only where this size forces it; the last mini-batch of an epoch may be smaller and weighs by its own counts.
+
+        Returns:
+            metrics under "<prefix>/…": means over the optimiser steps, the largest for `…_max`, sums for `…_steps`.
+
+        Raises:
+            ConfigError: no epochs, or a mini-batch larger than the batch.
+        """
+        if epochs < 1:
+            raise ConfigError(f"epochs must be at least 1; got {epochs}")
+        size = len(batch) if mini_batch_size is None else mini_batch_size
+        if not 1 <= size <= max(1, len(batch)):
+            raise ConfigError(
+                f"mini_batch_size must be between 1 and the {len(batch)} responses of the batch; got {size}. It counts responses, not prompts"
+            )
+        steps: list[dict[str, float]] = []
+        for _ in range(epochs):
+            for rows in self._mini_batches(batch.rollout.group, size):
+                steps.append(self.forward_backward(batch.select(rows), loss) | self.optim_step())
+        return combine_steps(steps)
+
+    def _mini_batches(self, group: Tensor, size: int) -> Iterator[Tensor]:
+        """Row indices of each mini-batch: groups in random order, cut every `size` rows. One mini-batch keeps the order of the rows."""
+        if size >= len(group):
+            yield torch.arange(len(group))
+            return
+        _, inverse = torch.unique(group, return_inverse=True)
+        order = torch.randperm(int(inverse.max()) + 1, generator=self._shuffle)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        rows = torch.sort(place[inverse], stable=True).indices
+        yield from rows.split(size)
+
+    # ---------------------------------------------------------------- scoring and memory
+
+    def _micro_batches(self, rollout: Rollout) -> Iterator[tuple[list[Pack], Tensor]]:
+        """Packs of each micro-batch, pointing into the rows (ascending indices into `rollout`) that come with them."""
+        plan = plan_micro_batches(
+            rollout,
+            budget=self.micro_batch_tokens,
+            layout=self.module.layout,
+            hidden_size=self.module.hidden_size,
+            last_token=self.last_token,
+        )
+        for packs in plan:
+            rows = sorted(row for pack in packs for row in pack.rows)
+            position = {row: k for k, row in enumerate(rows)}
+            yield [Pack(tuple(position[row] for row in pack.rows), pack.length) for pack in packs], torch.tensor(rows)
+
+    def _within_memory(self, work: Callable[[], Output], undo: Callable[[], None] = lambda: None) -> Output:
+        """`work()`, again from the start with half the token budget each time it runs out of memory."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError:
+                undo()
+                if self.micro_batch_tokens == 1:
+                    raise
+                self.micro_batch_tokens //= 2
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                warnings.warn(
+                    f"out of memory; {self.prefix} goes on with micro_batch_tokens={self.micro_batch_tokens}. Pass this number from the "
+                    "start, or gradient_checkpointing=True to fit more",
+                    RLHFWarning,
+                    stacklevel=3,
+                )
+
+
+def combine_steps(steps: list[dict[str, float]]) -> dict[str, float]:
+    """One dictionary for several: means over those that have the name, the largest of `…_max`, the sum of `…_steps`."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    combined = {}
+    for name in names:
+        values = [step[name] for step in steps if name in step]
+        if name.endswith("_max"):
+            combined[name] = max(values)
+        else:
+            combined[name] = sum(values) if name.endswith("_steps") else sum(values) / len(values)
+    return combined
+
+
+class _Totals:
+    """Metrics of micro-batches on their way to one of the mini-batch: sums of losses, token-weighted means, maxima."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._count: Tensor | None = None
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor], *, count: Tensor) -> None:
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._count = count if self._count is None else self._count + count
+        for name, value in metrics.items():
+            value = torch.as_tensor(value).detach()
+            if name.endswith("_max"):
+                self._sums[name] = torch.maximum(self._sums[name], value) if name in self._sums else value
+            else:
+                self._sums[name] = self._sums.get(name, 0) + value * count
+
+    def result(self) -> dict[str, float]:
+        assert self._loss is not None and self._count is not None
+        count = self._count.clamp(min=1)
+        means = {name: float(value if name.endswith("_max") else value / count) for name, value in self._sums.items()}
+        return {"loss": float(self._loss)} | means
+
+
+class _MasterWeights:
+    """float32 copies of the trained weights: gradients of any precision are summed in them, steps are rounded once."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self._weights = weights
+        self.parameters = [nn.Parameter(weight.detach().float()) if _is_short(weight) else weight for weight in weights]
+
+    def collect(self) -> None:
+        for weight, master in zip(self._weights, self.parameters, strict=True):
+            if weight is not master and weight.grad is not None:
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+                weight.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for weight, master in zip(self._weights, self.parameters, strict=True):
+            if weight is not master:
+                weight.copy_(master)
+
+
+def _is_short(parameter: Tensor) -> bool:
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)

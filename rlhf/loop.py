@@ -1,0 +1,193 @@
+"""The loop of the README, ready-made. It uses public objects only: copy it to start your own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from rlhf.errors import ConfigError
+from rlhf.learner import Loss
+from rlhf.monitor import EvalSet, MetricsFile
+from rlhf.parallel import is_main_process
+from rlhf.ppo import Actor, Critic, KLPenalty, PolicyLoss, ValueLoss, make_experience
+from rlhf.ppo.experience import Correction, Estimator, ScoresTokens
+from rlhf.reward.rewards import Rewards
+from rlhf.rollout.batch import Rollout
+from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.sampling import SamplingParams
+
+
+@dataclass
+class OnPolicyLoop:
+    """Sample, judge, estimate, update; evaluate every so often; write down what happened.
+
+    Attributes:
+        engine: a RolloutEngine, or any callable `prompts -> Rollout` (an agent, stored data).
+        loader: yields lists of prompts, as `PromptDataset.loader(...)` does.
+        reward: `rollout -> Rewards`.
+        actor: the policy.
+        estimator: `GAE(...)`, `GRPO(...)`, ...
+        sampling: how to sample the training rollouts.
+        critic: for GAE.
+        reference: anything with `logprobs(rollout)`; needed for a KL penalty or KL in the loss.
+        kl: penalty in the reward.
+        loss, value_loss: what actor and critic minimise.
+        epochs: passes over each experience.
+        mini_batch_size: responses per optimiser step; all of them if None.
+        critic_warmup: first steps that train the critic alone.
+        old_logprobs, correction, max_staleness: see `make_experience`.
+        evals: named sets.
+        eval_every: steps between evaluations, also one before the first and one after the last; 0 for none.
+        metrics_file: JSON lines, one a step, under the names of docs/metrics.md.
+        progress: show a bar.
+        steps: how many steps have been made.
+        history: the metrics of each step of this process.
+    """
+
+    engine: RolloutEngine | Callable[[list[Any]], Rollout]
+    loader: Iterable[list[Any]]
+    reward: Callable[[Rollout], Rewards]
+    actor: Actor
+    estimator: Estimator
+    sampling: SamplingParams
+    critic: Critic | None = None
+    reference: ScoresTokens | None = None
+    kl: KLPenalty | None = None
+    loss: Loss = field(default_factory=PolicyLoss)
+    value_loss: Loss = field(default_factory=ValueLoss)
+    epochs: int = 1
+    mini_batch_size: int | None = None
+    critic_warmup: int = 0
+    old_logprobs: str = "actor"
+    correction: Correction | None = None
+    max_staleness: int | None = 0
+    evals: Mapping[str, EvalSet] = field(default_factory=dict)
+    eval_every: int = 0
+    metrics_file: str | Path | None = None
+    progress: bool = True
+    steps: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.critic_warmup and self.critic is None:
+            raise ConfigError(f"critic_warmup={self.critic_warmup} needs a critic; pass critic= or leave it out")
+        if self.kl is not None and self.reference is None:
+            raise ConfigError("kl= needs a reference; pass reference=actor.reference()")
+        if self.eval_every and not self.evals:
+            raise ConfigError(f"eval_every={self.eval_every} has nothing to evaluate; pass evals={{'name': EvalSet(...)}}")
+        self._file = MetricsFile(self.metrics_file) if self.metrics_file is not None and is_main_process() else None
+
+    def run(self, steps: int | None = None) -> list[dict[str, float]]:
+        """Make `steps` further steps, or as many as the loader has batches for; returns their metrics."""
+        first = len(self.history)
+        batches = iter(self.loader)
+        with tqdm(total=steps, desc="train", unit="step", disable=not (self.progress and is_main_process())) as bar:
+            while steps is None or len(self.history) - first < steps:
+                metrics = self.evaluate() if self._evaluation_due() else {}
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                metrics |= self.step(batch)
+                last = steps is not None and len(self.history) + 1 - first == steps
+                if last and self.eval_every:
+                    # the first evaluation of a run stands under its step; the one after its last step under "after/"
+                    metrics |= {f"after/{name}": value for name, value in self.evaluate().items()}
+                self._record(metrics, bar)
+        return self.history[first:]
+
+    def step(self, batch: list[Any]) -> dict[str, float]:
+        """One step on a batch of prompts; returns its metrics."""
+        clock = _Clock()
+        if self.steps == 0:
+            self._say_units(batch)
+        with clock("sync"):
+            if isinstance(self.engine, RolloutEngine):
+                self.engine.sync(self.actor)
+        with clock("rollout"):
+            rollout = self._generate(batch, self.sampling)
+        with clock("reward"):
+            rewards = self.reward(rollout)
+        with clock("logprobs"):
+            experience = make_experience(
+                rollout,
+                rewards,
+                actor=self.actor,
+                reference=self.reference,
+                critic=self.critic,
+                old_logprobs=self.old_logprobs,
+                correction=self.correction,
+                max_staleness=self.max_staleness,
+            ).with_advantages(self.estimator, kl=self.kl)
+        metrics = {"step": float(self.steps)} | rollout.metrics() | rewards.metrics() | experience.metrics()
+        with clock("update"):
+            if self.steps >= self.critic_warmup:
+                metrics |= self.actor.update(experience, self.loss, epochs=self.epochs, mini_batch_size=self.mini_batch_size)
+            if self.critic is not None:
+                metrics |= self.critic.update(experience, self.value_loss, epochs=self.epochs, mini_batch_size=self.mini_batch_size)
+        if hasattr(self.loader, "update"):
+            self.loader.update(rollout, rewards)
+        self.steps += 1
+        metrics |= clock.metrics()
+        metrics["throughput/tokens_per_second"] = metrics["rollout/response_tokens"] / max(metrics["time/step"], 1e-9)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the policy on every named set: "eval/<name>/mean", "eval/<name>/pass@k", ..."""
+        start = time.perf_counter()
+        if isinstance(self.engine, RolloutEngine):
+            self.engine.sync(self.actor)
+        metrics = {
+            f"eval/{name}/{metric}": value
+            for name, evaluation in self.evals.items()
+            for metric, value in evaluation.run(self._generate, self.reward).items()
+        }
+        return metrics | {"time/eval": time.perf_counter() - start}
+
+    def _generate(self, prompts: list[Any], sampling: SamplingParams) -> Rollout:
+        if isinstance(self.engine, RolloutEngine):
+            return self.engine.generate(prompts, sampling, weights=self.actor)
+        return self.engine(prompts)
+
+    def _evaluation_due(self) -> bool:
+        return self.eval_every > 0 and self.steps % self.eval_every == 0
+
+    def _record(self, metrics: dict[str, float], bar: Any) -> None:
+        self.history.append(metrics)
+        if self._file is not None:
+            self._file.write(metrics)
+        shown = {"reward": "reward/mean", "kl": "kl/reference_k3", "length": "rollout/response_length"}
+        bar.set_postfix({label: f"{metrics[name]:.3g}" for label, name in shown.items() if name in metrics}, refresh=False)
+        bar.update()
+
+    def _say_units(self, batch: list[Any]) -> None:
+        if not self.progress or not is_main_process():
+            return
+        responses = len(batch) * self.sampling.n
+        size = self.mini_batch_size or responses
+        tqdm.write(
+            f"a step: {len(batch)} prompts × {self.sampling.n} = {responses} responses; mini-batches of {size} responses, "
+            f"{self.epochs * -(-responses // size)} optimiser steps"
+        )
+
+
+class _Clock:
+    """Wall seconds by phase and of the whole step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[f"time/{phase}"] = time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return self._phases | {"time/step": time.perf_counter() - self._start}

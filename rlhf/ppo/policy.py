@@ -1,0 +1,139 @@
+"""The policy that is trained and the policy it is held against."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf.learner import Learner, Loss, PolicyOutput
+from rlhf.models import LoRA, add_lora, load_causal_lm, load_tokenizer, save_model
+from rlhf.ppo.objectives import PolicyLoss
+from rlhf.rollout.batch import Rollout
+from rlhf.scoring import PackedBatch, ScoringModule, packed_batches
+
+
+class Actor(Learner):
+    """A causal language model that is trained as a policy.
+
+    Args:
+        model: of transformers, on the device it is to stay on; its weights are shared, not copied.
+        tokenizer: the one whose ids it was trained on.
+        fp32_head: compute the head's product in float32 whatever the dtype of the weights.
+        options: of `Learner`: lr, optimizer, scheduler, max_grad_norm, micro_batch_tokens, gradient_checkpointing, master_weights,
+            seed, parallel.
+    """
+
+    prefix = "actor"
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, fp32_head: bool = False, **options: Any) -> None:
+        if not hasattr(model, "get_output_embeddings"):
+            raise ModelError(f"expected a causal language model of transformers; got {type(model).__name__}")
+        super().__init__(ScoringModule(model, fp32_head=fp32_head), **options)
+        self.model = model
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer: Any = None,
+        lora: LoRA | Any = None,
+        dtype: str | torch.dtype = "float32",
+        attn_implementation: str | None = None,
+        device: str | torch.device | None = None,
+        **options: Any,
+    ) -> Actor:
+        """Load a policy from a folder or hub name.
+
+        Args:
+            path: folder or hub name.
+            tokenizer: the one stored beside the model if None.
+            lora: train an adapter (`rlhf.LoRA` or a `peft.LoraConfig`) instead of the weights.
+            dtype: of the weights: "float32", or "bfloat16" with float32 master copies in the optimiser.
+            attn_implementation: passed to transformers.
+            device: the GPU if there is one, else the CPU.
+            options: see `Actor`.
+        """
+        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
+        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if lora is not None:
+            model = add_lora(model, lora)
+        return cls(model, load_tokenizer(path) if tokenizer is None else tokenizer, **options)
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """[B, T] log-probabilities of the sampled tokens at each row's temperature (0 scores as 1), without gradients; 0 off the mask."""
+        return self._within_memory(lambda: _logprobs(self._prepared, self.module, rollout, self.micro_batch_tokens))
+
+    def update(self, batch: Any, loss: Loss | None = None, *, epochs: int = 1, mini_batch_size: int | None = None) -> dict[str, float]:
+        """`Learner.update` with `PolicyLoss()` as the default loss."""
+        return super().update(batch, PolicyLoss() if loss is None else loss, epochs=epochs, mini_batch_size=mini_batch_size)
+
+    def forward_backward(self, batch: Any, loss: Loss) -> dict[str, float]:
+        """`Learner.forward_backward`; rows that were sampled greedily (temperature 0) are refused: they carry no policy gradient."""
+        greedy = (batch.rollout.temperature == 0) & (batch.loss_weights > 0).any(1)
+        if greedy.any():
+            raise ConfigError(
+                f"{int(greedy.sum())} of {len(greedy)} rows were sampled at temperature 0; expected temperature > 0 in an update. Greedy "
+                "responses are for evaluation: sample the training rollout with SamplingParams(temperature=1.0)"
+            )
+        return super().forward_backward(batch, loss)
+
+    def reference(self) -> Reference:
+        """The policy as it is at this call, frozen: a copy of its weights that later updates do not reach."""
+        return Reference(copy.deepcopy(self.model), micro_batch_tokens=self.micro_batch_tokens, fp32_head=self._fp32_head)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model (the adapter alone under LoRA) and tokenizer to `folder` in transformers' layout."""
+        save_model(folder, self.model, self.tokenizer)
+
+    def push_to_hub(self, name: str, **options: Any) -> None:
+        """Upload model and tokenizer; keywords go to transformers' `push_to_hub`."""
+        self.model.push_to_hub(name, **options)
+        if self.tokenizer is not None:
+            self.tokenizer.push_to_hub(name, **options)
+
+    @property
+    def _fp32_head(self) -> bool:
+        return self.module.head is not None and self.module.head.float32
+
+    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> PolicyOutput:
+        where = (packed.rows, packed.columns)
+        return PolicyOutput(*(value.new_zeros(shape).index_put(where, value) for value in _call(self._prepared, packed)))
+
+
+class Reference:
+    """A frozen policy. Anything with `logprobs(rollout) -> [B, T]` can take its place: a teacher, a server.
+
+    Args:
+        model: a causal language model; it is set to eval mode and never trained.
+        micro_batch_tokens: most tokens of one forward pass.
+        fp32_head: see `Actor`.
+    """
+
+    def __init__(self, model: Any, *, micro_batch_tokens: int = 8192, fp32_head: bool = False) -> None:
+        self.module = ScoringModule(model, fp32_head=fp32_head).eval().requires_grad_(False)
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """[B, T] log-probabilities of the sampled tokens at each row's temperature (0 scores as 1); 0 off the mask."""
+        return _logprobs(self.module, self.module, rollout, self.micro_batch_tokens)
+
+
+def _call(module: Any, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+    return module(packed.input_ids, packed.position_ids, packed.mask, packed.predicting, packed.targets, packed.temperature)
+
+
+def _logprobs(module: Any, backbone: ScoringModule, rollout: Rollout, budget: int) -> Tensor:
+    """[B, T] on the CPU, without gradients; `module` is `backbone` as prepared for its processes."""
+    result = torch.zeros(rollout.response_ids.shape, dtype=torch.float64 if backbone.dtype == torch.float64 else torch.float32)
+    for packed in packed_batches(rollout, backbone, budget):
+        with torch.no_grad():
+            logprobs, _ = _call(module, packed)
+        result[packed.rows.cpu(), packed.columns.cpu()] = logprobs.to(result)
+    return result

@@ -1,0 +1,190 @@
+"""The embedded engine: a transformers model decodes in this process, with the weights that are being trained."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from rlhf.errors import ConfigError, EngineError, ModelError, RLHFWarning, RolloutError
+from rlhf.models import end_token_ids, find_head, max_positions
+from rlhf.rollout.batch import Rollout
+from rlhf.rollout.decoding import Call, Decoder, Response
+from rlhf.rollout.engine import Prompts, RolloutEngine, encode_prompts
+from rlhf.rollout.sampling import SamplingParams
+
+
+class TransformersEngine(RolloutEngine):
+    """Samples from an Actor, or from a model and tokenizer, without a second copy of the weights.
+
+    Each prompt is run once and its keys and values are handed to all its responses; finished rows leave the batch at once, waiting
+    ones join it, those of concurrent calls too. Log-probabilities are log_softmax(logits / temperature) over the whole vocabulary.
+
+    Args:
+        source: an Actor (anything with `model` and `tokenizer`), or a causal language model of transformers.
+        tokenizer: for a model; an Actor brings its own.
+        max_rows: most responses that decode together.
+        max_batch_tokens: most tokens of keys and values held at a time; further rows wait.
+        max_prefill_tokens: most prompt tokens in one forward pass.
+        seed: of the calls whose SamplingParams name none: the same engine seed and calls give the same samples.
+        progress: show a bar for calls that take longer than two seconds.
+
+    Raises:
+        ModelError: the model has no attention cache that rows could share (state-space layers).
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any = None,
+        *,
+        max_rows: int = 256,
+        max_batch_tokens: int = 2**18,
+        max_prefill_tokens: int = 8192,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
+        for name, value in (("max_rows", max_rows), ("max_batch_tokens", max_batch_tokens), ("max_prefill_tokens", max_prefill_tokens)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}")
+        self._actor = source if hasattr(source, "model") and hasattr(source, "weight_version") else None
+        self.model = source.model if self._actor is not None else source
+        if not hasattr(self.model, "get_output_embeddings"):
+            raise ModelError(f"expected an Actor or a causal language model of transformers; got {type(source).__name__}")
+        kinds = set(getattr(self.model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            raise ModelError(f"TransformersEngine needs attention in every layer; this model has {sorted(kinds)}. Use SGLangEngine for it")
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
+        self.max_batch_tokens = max_batch_tokens
+        self.progress = progress
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._version = 0
+        self._closed = False
+        head = self._actor.module.head if self._actor is not None else find_head(self.model)
+        self._decoder = Decoder(
+            self.model,
+            head,
+            self._decode_text,
+            max_rows=max_rows,
+            max_batch_tokens=max_batch_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+        )
+
+    @property
+    def weight_version(self) -> int:  # type: ignore[override]
+        """The Actor's, where the weights are shared; else that of the last `update_weights`, 0 before it."""
+        return int(self._actor.weight_version) if self._actor is not None else self._version
+
+    def generate(self, prompts: Prompts, sampling: SamplingParams, *, weights: Any = None) -> Rollout:
+        """See `RolloutEngine.generate`. Legal in threads and inside a running event loop; concurrent calls decode as one batch."""
+        call, rows, version, total = self._submit(prompts, sampling, weights)
+        with tqdm(total=total, desc="generate", unit="response", delay=2.0, leave=False, disable=not self.progress) as bar:
+            call.on_response = bar.update
+            self._decoder.submit(call)
+            try:
+                responses = call.future.result()
+            except BaseException:
+                call.future.cancel()
+                raise
+        return self._rollout(call, rows, version, responses)
+
+    async def agenerate(self, prompts: Prompts, sampling: SamplingParams, *, weights: Any = None) -> Rollout:
+        """`generate` for a coroutine: many of them share the running batch, and cancelling one frees its rows."""
+        call, rows, version, _ = self._submit(prompts, sampling, weights)
+        self._decoder.submit(call)
+        responses = await asyncio.wrap_future(call.future)
+        return self._rollout(call, rows, version, responses)
+
+    def update_weights(self, source: Any) -> None:
+        """Copy the weights of `source` (an Actor or a model with the same parameters) into the engine's model.
+
+        Raises:
+            ModelError: names or shapes of the parameters differ.
+            EngineError: rows are being generated.
+        """
+        if self._decoder.busy:
+            raise EngineError("weights cannot change while responses are being generated; wait for the running calls")
+        model = getattr(source, "model", source)
+        if model is not self.model:
+            own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
+            different = sorted(name for name in own.keys() | theirs.keys() if name not in own or name not in theirs)
+            different += sorted(name for name in own.keys() & theirs.keys() if own[name].shape != theirs[name].shape)
+            if different:
+                raise ModelError(f"the weights do not fit this engine's model; {len(different)} names or shapes differ, first {different[0]!r}")
+            with torch.no_grad():
+                for name, parameter in own.items():
+                    parameter.copy_(theirs[name])
+        self._version = int(getattr(source, "weight_version", self._version + 1))
+
+    def close(self) -> None:
+        """Refuse further calls; the model stays with whoever made it."""
+        self._closed = True
+
+    # ---------------------------------------------------------------- pieces of a call
+
+    def _submit(self, prompts: Prompts, sampling: SamplingParams, weights: Any) -> tuple[Call, list[dict[str, Any]], int, int]:
+        if self._closed:
+            raise EngineError("the engine is closed; make a new one")
+        if weights is not None and getattr(weights, "model", weights) is not self.model:
+            self.sync(weights)
+        encoded = encode_prompts(prompts, self.tokenizer)
+        ids = [entry[0] for entry in encoded]
+        seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**62, (1,), generator=self._seeds))
+        stop_ids = tuple(dict.fromkeys((*end_token_ids(self.model, self.tokenizer), *sampling.stop_token_ids)))  # type: ignore[arg-type]
+        if sampling.stop and self.tokenizer is None:
+            raise RolloutError("stop strings need a tokenizer; pass one to the engine or use stop_token_ids")
+        call = Call(ids, sampling, self._limits(ids, sampling), seed, stop_ids)
+        return call, [entry[1] for entry in encoded], self.weight_version, len(ids) * sampling.n
+
+    def _limits(self, ids: list[torch.Tensor], sampling: SamplingParams) -> list[int]:
+        """Most new tokens of each prompt: what was asked for, cut where the model's positions end."""
+        positions = max_positions(self.model)
+        limits = []
+        for i, prompt in enumerate(ids):
+            limit = sampling.max_new_tokens
+            if positions is not None:
+                if len(prompt) >= positions:
+                    raise RolloutError(
+                        f"prompt {i} has {len(prompt)} tokens and the model's positions end at {positions}; expected room for a response. "
+                        "Shorten it (PromptDataset(max_prompt_tokens=...))"
+                    )
+                limit = min(limit, positions - len(prompt))
+            if len(prompt) + limit > self.max_batch_tokens:
+                raise EngineError(
+                    f"prompt {i}: prompt and max_new_tokens take {len(prompt) + limit} tokens of keys and values, max_batch_tokens is "
+                    f"{self.max_batch_tokens}; raise it or lower max_new_tokens"
+                )
+            limits.append(limit)
+        cut = sum(limit < sampling.max_new_tokens for limit in limits)
+        if cut:
+            warnings.warn(
+                f"{cut} of {len(ids)} prompts leave room for fewer than max_new_tokens={sampling.max_new_tokens}: their responses are cut "
+                f"where the model's {positions} positions end and count as truncated",
+                RLHFWarning,
+                stacklevel=4,
+            )
+        return limits
+
+    def _rollout(self, call: Call, rows: list[dict[str, Any]], version: int, responses: list[Response]) -> Rollout:
+        n = call.sampling.n
+        return Rollout.build(
+            [prompt for prompt in call.prompts for _ in range(n)],
+            [response.ids for response in responses],
+            logprobs=[response.logprobs for response in responses],
+            temperature=call.sampling.temperature,
+            filtered=call.sampling.filtered,
+            group=torch.arange(len(call.prompts)).repeat_interleave(n),
+            weight_version=version,
+            finish_reasons=[response.finish_reason for response in responses],
+            rows=[row for row in rows for _ in range(n)],
+            tokenizer=self.tokenizer,
+        )
+
+    def _decode_text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def __repr__(self) -> str:
+        return f"TransformersEngine({type(self.model).__name__}, weights {'shared with the actor' if self._actor else 'its own'}, version {self.weight_version})"

@@ -1,0 +1,17 @@
+"""How rows are laid out for a forward pass, and the modules it goes through."""
+
+from rlhf.scoring.layout import LAYOUTS, Pack, PackedBatch, collate, plan_micro_batches
+from rlhf.scoring.module import PackedBackbone, ScoringModule, ValueModule, packed_batches, token_statistics
+
+__all__ = [
+    "LAYOUTS",
+    "Pack",
+    "PackedBackbone",
+    "PackedBatch",
+    "ScoringModule",
+    "ValueModule",
+    "collate",
+    "packed_batches",
+    "plan_micro_batches",
+    "token_statistics",
+]
