@@ -15,6 +15,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -68,17 +69,13 @@ def make_rows(count: int, seed: int, leave_out: frozenset[str] = frozenset()) ->
     return list(rows.values())
 
 
-def digits_of(rows: list[dict[str, str]]) -> frozenset[str]:
-    return frozenset(row["prompt"][:-1] for row in rows)
-
-
-def fine_tune(rows: list[dict[str, str]], seed: int, progress: bool) -> rlhf.Actor:
+def fine_tune(prompts: rlhf.PromptDataset, seed: int, progress: bool) -> rlhf.Actor:
     """The start: a policy that sorts, copies or reverses, in the proportions it was shown."""
     steps, warmup, batch_size = 300, 50, 64
     rng = random.Random(seed + 1)
     answers = []
-    for row in rows:
-        digits = row["prompt"][:-1]
+    for prompt in prompts:
+        digits = prompt.row["prompt"][:-1]
         kind = rng.choices(("ascending", "copied", "descending"), weights=(0.4, 0.3, 0.3))[0]
         answers.append({"ascending": sorted(digits), "copied": digits, "descending": sorted(digits, reverse=True)}[kind])
 
@@ -87,11 +84,11 @@ def fine_tune(rows: list[dict[str, str]], seed: int, progress: bool) -> rlhf.Act
 
     actor = rlhf.Actor(
         make_model(seed),
-        make_tokenizer(),
+        prompts.tokenizer,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
     )
-    experience = rlhf.supervised_experience([row["prompt"] for row in rows], ["".join(answer) for answer in answers], actor.tokenizer)
+    experience = rlhf.supervised_experience(prompts, ["".join(answer) for answer in answers], actor.tokenizer)
     rlhf.train_supervised(actor, experience, steps=steps, batch_size=batch_size, seed=seed, progress=progress)
     return actor
 
@@ -102,14 +99,16 @@ def new_actor(start: rlhf.Actor, seed: int) -> rlhf.Actor:
     return rlhf.Actor(copy.deepcopy(start.model), start.tokenizer, optimizer=adamw, seed=seed)
 
 
-def run_ppo(start: rlhf.Actor, rows: list[dict[str, str]], seed: int, sign: float = 1.0, **options: object) -> tuple[rlhf.Actor, list[dict[str, float]]]:
+def run_ppo(
+    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, sign: float = 1.0, **options: Any
+) -> tuple[rlhf.Actor, rlhf.OnPolicyLoop]:
     """256 prompts a step, one answer each, a critic; 40 steps."""
     actor = new_actor(start, seed)
     critic = rlhf.Critic(copy.deepcopy(start.model), lr=1e-3, seed=seed)
     estimator = rlhf.GAE(gamma=1.0, lam=0.95)
     loop = rlhf.OnPolicyLoop(
         engine=rlhf.TransformersEngine(actor, seed=seed),
-        loader=rlhf.PromptDataset(rows, actor.tokenizer).loader(prompts_per_step=256, seed=seed, epochs=None),
+        loader=prompts.loader(prompts_per_step=256, seed=seed, epochs=None),
         reward=SortedAscending(),
         actor=actor,
         critic=critic,
@@ -120,26 +119,30 @@ def run_ppo(start: rlhf.Actor, rows: list[dict[str, str]], seed: int, sign: floa
         value_loss=rlhf.ValueLoss(clip=0.2),
         mini_batch_size=128,
         critic_warmup=5,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
-    return actor, loop.run(40)
+    loop.run(40)
+    return actor, loop
 
 
-def run_grpo(start: rlhf.Actor, rows: list[dict[str, str]], seed: int, sign: float = 1.0, **options: object) -> tuple[rlhf.Actor, list[dict[str, float]]]:
+def run_grpo(
+    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, sign: float = 1.0, **options: Any
+) -> tuple[rlhf.Actor, rlhf.OnPolicyLoop]:
     """32 prompts a step, eight answers each, no critic and no KL; 50 steps."""
     actor = new_actor(start, seed)
     estimator = rlhf.GRPO()
     loop = rlhf.OnPolicyLoop(
         engine=rlhf.TransformersEngine(actor, seed=seed),
-        loader=rlhf.PromptDataset(rows, actor.tokenizer).loader(prompts_per_step=32, seed=seed, epochs=None),
+        loader=prompts.loader(prompts_per_step=32, seed=seed, epochs=None),
         reward=SortedAscending(),
         actor=actor,
         reference=start,
         estimator=estimator if sign == 1 else flipped(estimator),
         sampling=rlhf.SamplingParams(n=8, max_new_tokens=8),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
-    return actor, loop.run(50)
+    loop.run(50)
+    return actor, loop
 
 
 def flipped(estimator: rlhf.GAE | rlhf.GRPO):
@@ -152,31 +155,33 @@ def flipped(estimator: rlhf.GAE | rlhf.GRPO):
     return estimate
 
 
-def measure(actor: rlhf.Actor, start: rlhf.Actor, rows: list[dict[str, str]]) -> dict[str, float]:
-    """Accuracy on held-out inputs, greedy and sampled, and KL to the start (nats per token, k3)."""
-    prompts = list(rlhf.PromptDataset(rows, actor.tokenizer))
+def measure(actor: rlhf.Actor, start: rlhf.Actor, prompts: rlhf.PromptDataset) -> dict[str, float]:
+    """Accuracy on held-out inputs, greedy and sampled, and KL to the start (nats per token)."""
     engine = rlhf.TransformersEngine(actor, seed=1)
     result = {}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         rollout = engine.generate(prompts, rlhf.SamplingParams(max_new_tokens=8, temperature=temperature))
         result[name] = float(SortedAscending()(rollout).scores.mean())
-    kl = rlhf.kl_estimate(actor.logprobs(rollout), start.logprobs(rollout), "k3")
+    kl = rlhf.kl_estimate(actor.logprobs(rollout), start.logprobs(rollout), "k1")
     return result | {"kl": float(rlhf.masked_mean(kl, rollout.response_mask))}
 
 
-def plot(histories: dict[str, list[dict[str, float]]], path: Path) -> None:
+def plot(loops: dict[str, rlhf.OnPolicyLoop], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
-    panels = (("reward/mean", "reward (mean of the step)"), ("eval/held out/mean", "greedy accuracy, held out"), ("kl/reference_k3", "KL to the start (nats per token)"))
+    panels = (
+        ("reward/mean", "reward (mean of the step)"),
+        ("eval/held out/mean", "greedy accuracy, held out"),
+        ("kl/reference_k1", "KL to the start (nats per token)"),
+    )
     for axis, (name, title) in zip(axes, panels, strict=True):
-        for label, history in histories.items():
-            points = [(metrics["step"], metrics[name]) for metrics in history if name in metrics]
-            after = [(metrics["step"] + 1, metrics[f"after/{name}"]) for metrics in history if f"after/{name}" in metrics]
-            axis.plot(*zip(*points, *after, strict=False), label=label, marker="o" if len(points) < 20 else None, markersize=3)
+        for label, loop in loops.items():
+            points = [(metrics["step"], metrics[name]) for metrics in [*loop.history, *loop.evaluations] if name in metrics]
+            axis.plot(*zip(*points, strict=True), label=label, marker="o" if name.startswith("eval") else None, markersize=3)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     axes[0].legend()
@@ -195,16 +200,20 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
 
-    held_out = make_rows(1000, seed=10_000)
-    rows = make_rows(20_000, seed=options.seed, leave_out=digits_of(held_out))
-    start = fine_tune(rows, options.seed, progress=not options.quiet)
+    tokenizer = make_tokenizer()
+    unseen = make_rows(1000, seed=10_000)
+    held_out = rlhf.PromptDataset(unseen, tokenizer)
+    prompts = rlhf.PromptDataset(make_rows(20_000, options.seed, leave_out=frozenset(row["prompt"][:-1] for row in unseen)), tokenizer)
+    start = fine_tune(prompts, options.seed, progress=not options.quiet)
     results = {"start": measure(start, start, held_out) | {"seconds": time.perf_counter() - begin}}
-    histories = {}
-    evaluation = rlhf.EvalSet(list(rlhf.PromptDataset(held_out[:200], start.tokenizer)), sampling=rlhf.SamplingParams(temperature=0.0, max_new_tokens=8))
+    loops = {}
+    evaluation = rlhf.EvalSet(held_out[:200], sampling=rlhf.SamplingParams(temperature=0.0, max_new_tokens=8))
     for name, train in (("PPO", run_ppo), ("GRPO", run_grpo)):
         print(f"\n{name}")
         clock = time.perf_counter()
-        actor, histories[name] = train(start, rows, options.seed, progress=not options.quiet, evals={"held out": evaluation}, eval_every=5)
+        actor, loops[name] = train(
+            start, prompts, options.seed, progress=not options.quiet, evals={"held out": evaluation}, eval_every=5
+        )
         seconds = time.perf_counter() - clock
         results[name.lower()] = measure(actor, start, held_out) | {"seconds": seconds}
 
@@ -212,7 +221,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     for name, result in results.items():
         print(f"{name:6} {result['greedy']:8.3f} {result['sampled']:8.3f} {result['kl']:8.4f} {result['seconds']:8.1f}")
     summary = {**results, "seed": options.seed, "seconds": time.perf_counter() - begin}
-    plot(histories, options.out / "quickstart.png")
+    plot(loops, options.out / "quickstart.png")
     (options.out / "quickstart.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nwrote {options.out / 'quickstart.png'} and {options.out / 'quickstart.json'} after {summary['seconds']:.0f} seconds")
     return summary

@@ -59,7 +59,7 @@ class Loss(Protocol):
     means over the tokens with a weight, but for names ending in `_max`.
     """
 
-    def __call__(self, output: Any, batch: Any, weights: Tensor) -> Any: ...
+    def __call__(self, output: Any, batch: Any, weights: Tensor, /) -> Any: ...
 
 
 class Learner(ABC):
@@ -71,7 +71,8 @@ class Learner(ABC):
         optimizer: factory `parameters -> torch.optim.Optimizer`; AdamW (betas .9/.999, eps 1e-8, no weight decay) if None.
         scheduler: factory `optimizer -> LRScheduler`, stepped once per optimiser step; a constant rate if None.
         max_grad_norm: gradients are scaled down to this norm.
-        micro_batch_tokens: most tokens of one forward pass, padding included; a longer single sequence still goes through.
+        micro_batch_tokens: most tokens of one forward pass, padding included; a longer single sequence still goes through. None
+            takes 16,384 on a GPU and 2,048 on a CPU, where activations that outgrow the caches slow the update by a third.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
         master_weights: keep float32 copies of bfloat16 weights for the optimiser; without them small steps are rounded away.
         seed: of the shuffling in `update`.
@@ -93,7 +94,7 @@ class Learner(ABC):
         optimizer: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
         max_grad_norm: float = 1.0,
-        micro_batch_tokens: int = 8192,
+        micro_batch_tokens: int | None = None,
         gradient_checkpointing: bool = False,
         master_weights: bool = True,
         seed: int = 0,
@@ -105,11 +106,11 @@ class Learner(ABC):
             raise ConfigError(f"lr must be a finite number of at least 0; got {lr}")
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0; got {max_grad_norm} (float('inf') leaves gradients as they are)")
-        if micro_batch_tokens < 1:
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens must be at least 1; got {micro_batch_tokens}")
         self.module = module
         self.max_grad_norm = max_grad_norm
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(module.device)
         self.weight_version = 0
         self.skipped_steps = 0
         self._shuffle = torch.Generator().manual_seed(seed)
@@ -143,8 +144,17 @@ class Learner(ABC):
 
         Returns:
             the loss and its metrics under "<prefix>/…".
+
+        Raises:
+            ConfigError: loss weights are negative or NaN, or stand on tokens that the policy did not sample.
         """
         mask = batch.loss_weights > 0
+        if not bool((batch.loss_weights >= 0).all()):
+            raise ConfigError("loss_weights must be at least 0; got negative numbers or NaN. A token to be left out has weight 0")
+        if bool((mask & ~batch.rollout.response_mask.to(mask.device)).any()):
+            raise ConfigError(
+                "loss_weights must be 0 where response_mask is False (padding, tool output); multiply them by rollout.response_mask"
+            )
         tokens = sum_over_processes(mask.sum())
         sequences = sum_over_processes(mask.any(1).sum())
         if hasattr(loss, "weights"):
@@ -158,10 +168,16 @@ class Learner(ABC):
         earlier = [parameter.grad for parameter in self._optimized]
         self.zero_grad()
         batch, weights = batch.select(trained), weights[trained]
-        metrics = self._within_memory(lambda: self._accumulate(batch, loss, weights), undo=self.zero_grad)
-        for parameter, before in zip(self._optimized, earlier, strict=True):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        done = False
+        try:
+            metrics = self._within_memory(lambda: self._accumulate(batch, loss, weights), undo=self.zero_grad)
+            done = True
+        finally:
+            if not done:  # a part of a gradient must not find its way into the next step
+                self.zero_grad()
+            for parameter, before in zip(self._optimized, earlier, strict=True):
+                if before is not None:
+                    parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
 
     def _accumulate(self, batch: TrainingBatch, loss: Loss, weights: Tensor) -> dict[str, float]:
@@ -197,7 +213,7 @@ class Learner(ABC):
         metrics[f"{self.prefix}/grad_norm"] = float(norm)
         if torch.isfinite(norm):
             if norm > self.max_grad_norm:
-                torch._foreach_mul_(gradients, (self.max_grad_norm / norm).to(gradients[0].dtype))
+                torch._foreach_mul_(gradients, float(self.max_grad_norm / norm))
             self.optimizer.step()
             if self.scheduler:
                 self.scheduler.step()
@@ -231,12 +247,14 @@ class Learner(ABC):
             metrics under "<prefix>/…": means over the optimiser steps, the largest for `…_max`, sums for `…_steps`.
 
         Raises:
-            ConfigError: no epochs, or a mini-batch larger than the batch.
+            ConfigError: no epochs, an empty batch, or a mini-batch larger than the batch.
         """
         if epochs < 1:
             raise ConfigError(f"epochs must be at least 1; got {epochs}")
+        if not len(batch):
+            raise ConfigError("the batch has no responses; expected at least one to train on. Generate some, or skip this update")
         size = len(batch) if mini_batch_size is None else mini_batch_size
-        if not 1 <= size <= max(1, len(batch)):
+        if not 1 <= size <= len(batch):
             raise ConfigError(
                 f"mini_batch_size must be between 1 and the {len(batch)} responses of the batch; got {size}. It counts responses, not prompts"
             )
@@ -276,22 +294,33 @@ class Learner(ABC):
 
     def _within_memory(self, work: Callable[[], Output], undo: Callable[[], None] = lambda: None) -> Output:
         """`work()`, again from the start with half the token budget each time it runs out of memory."""
+        asked = self.micro_batch_tokens
         while True:
             try:
-                return work()
+                result = work()
+                break
             except torch.OutOfMemoryError:
                 undo()
                 if self.micro_batch_tokens == 1:
+                    self.micro_batch_tokens = asked  # one row alone is too large: the budget was not at fault
                     raise
-                self.micro_batch_tokens //= 2
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                warnings.warn(
-                    f"out of memory; {self.prefix} goes on with micro_batch_tokens={self.micro_batch_tokens}. Pass this number from the "
-                    "start, or gradient_checkpointing=True to fit more",
-                    RLHFWarning,
-                    stacklevel=3,
-                )
+            # behind the handler: within it the traceback still holds the tensors of the failed pass
+            self.micro_batch_tokens //= 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        if self.micro_batch_tokens < asked:
+            warnings.warn(
+                f"out of memory with micro_batch_tokens={asked}; {self.prefix} goes on with {self.micro_batch_tokens}. Pass this number from "
+                "the start, or gradient_checkpointing=True to fit more",
+                RLHFWarning,
+                stacklevel=3,
+            )
+        return result
+
+
+def default_micro_batch_tokens(device: torch.device) -> int:
+    """The token budget of a forward pass where none is given."""
+    return 2048 if device.type == "cpu" else 16384
 
 
 def combine_steps(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -326,7 +355,8 @@ class _Totals:
                 self._sums[name] = self._sums.get(name, 0) + value * count
 
     def result(self) -> dict[str, float]:
-        assert self._loss is not None and self._count is not None
+        assert self._loss is not None
+        assert self._count is not None
         count = self._count.clamp(min=1)
         means = {name: float(value if name.endswith("_max") else value / count) for name, value in self._sums.items()}
         return {"loss": float(self._loss)} | means

@@ -43,11 +43,12 @@ class OnPolicyLoop:
         critic_warmup: first steps that train the critic alone.
         old_logprobs, correction, max_staleness: see `make_experience`.
         evals: named sets.
-        eval_every: steps between evaluations, also one before the first and one after the last; 0 for none.
-        metrics_file: JSON lines, one a step, under the names of docs/metrics.md.
+        eval_every: steps between evaluations, the first before any step and the last after all of them; 0 for none.
+        metrics_file: JSON lines under the names of docs/metrics.md, one for each step and one for each evaluation.
         progress: show a bar.
         steps: how many steps have been made.
         history: the metrics of each step of this process.
+        evaluations: the metrics of each evaluation; "step" says after how many steps.
     """
 
     engine: RolloutEngine | Callable[[list[Any]], Rollout]
@@ -73,6 +74,7 @@ class OnPolicyLoop:
     progress: bool = True
     steps: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.critic_warmup and self.critic is None:
@@ -89,16 +91,14 @@ class OnPolicyLoop:
         batches = iter(self.loader)
         with tqdm(total=steps, desc="train", unit="step", disable=not (self.progress and is_main_process())) as bar:
             while steps is None or len(self.history) - first < steps:
-                metrics = self.evaluate() if self._evaluation_due() else {}
+                if self.eval_every and self.steps % self.eval_every == 0:
+                    self._record_evaluation()
                 batch = next(batches, None)
                 if batch is None:
                     break
-                metrics |= self.step(batch)
-                last = steps is not None and len(self.history) + 1 - first == steps
-                if last and self.eval_every:
-                    # the first evaluation of a run stands under its step; the one after its last step under "after/"
-                    metrics |= {f"after/{name}": value for name, value in self.evaluate().items()}
-                self._record(metrics, bar)
+                self._record(self.step(batch), bar)
+            if self.eval_every:
+                self._record_evaluation()
         return self.history[first:]
 
     def step(self, batch: list[Any]) -> dict[str, float]:
@@ -154,8 +154,13 @@ class OnPolicyLoop:
             return self.engine.generate(prompts, sampling, weights=self.actor)
         return self.engine(prompts)
 
-    def _evaluation_due(self) -> bool:
-        return self.eval_every > 0 and self.steps % self.eval_every == 0
+    def _record_evaluation(self) -> None:
+        """Evaluate and write it down, unless that was done after this very step."""
+        if self.evaluations and self.evaluations[-1]["step"] == self.steps:
+            return
+        self.evaluations.append({"step": float(self.steps)} | self.evaluate())
+        if self._file is not None:
+            self._file.write(self.evaluations[-1])
 
     def _record(self, metrics: dict[str, float], bar: Any) -> None:
         self.history.append(metrics)

@@ -22,7 +22,7 @@ from rlhf.rollout.batch import Rollout
 class SupervisedLoss:
     """Negative log-likelihood of the response tokens; the prompt is not learned.
 
-        loss = −Σₜ wₜ log π(yₜ | x, y₍₍ₜ₎₎)
+        loss = −Σₜ wₜ log π(yₜ | x, y₁ … yₜ₋₁)
 
     Args:
         aggregate: how token losses become one number, see `rlhf.ppo.token_weights`.
@@ -60,7 +60,14 @@ def supervised_experience(prompts: Sequence[Any], responses: Sequence[str], toke
 
 
 def train_supervised(
-    actor: Any, experience: Experience, *, steps: int, batch_size: int, seed: int = 0, loss: SupervisedLoss | None = None, progress: bool = True
+    actor: Any,
+    experience: Experience,
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int = 0,
+    loss: SupervisedLoss | None = None,
+    progress: bool = True,
 ) -> list[dict[str, float]]:
     """Fine-tune `actor` on examples for `steps` optimiser steps of `batch_size` examples, drawn in shuffled passes.
 

@@ -85,7 +85,7 @@ def encode_prompt(
         ModelError: messages, but the tokenizer has no chat template.
         ConfigError: chat_template_kwargs holds an argument that is set here.
     """
-    control = None if allow_special_tokens_in_text else _special_tokens_pattern(tokenizer)
+    control = None if allow_special_tokens_in_text or isinstance(content, str) else _special_tokens_pattern(tokenizer)
     return _encode(content, tokenizer, _checked_template_kwargs(chat_template_kwargs), continue_final_message, control)
 
 
@@ -351,6 +351,9 @@ def _encode(
 
 def _encode_text(text: str, tokenizer: Any) -> list[int]:
     plain = _id_list(tokenizer.encode(text, add_special_tokens=False))
+    count_added = getattr(tokenizer, "num_special_tokens_to_add", None)
+    if count_added is not None and count_added() == 0:
+        return plain
     full = _id_list(tokenizer.encode(text, add_special_tokens=True))
     # Only what stands in front of the text is wanted: a tokenizer that also closes texts would make the policy continue after the end.
     start = next((k for k in range(len(full) - len(plain) + 1) if full[k : k + len(plain)] == plain), None)

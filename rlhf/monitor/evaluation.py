@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,14 +44,14 @@ class EvalSet:
 
     prompts: Sequence[Any]
     reward: Callable[[Any], Any] | None = None
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     correct_above: float = 0.5
 
     def __post_init__(self) -> None:
         if not len(self.prompts):
             raise ConfigError("an EvalSet needs at least one prompt; got none")
 
-    def run(self, generate: Callable[[Sequence[Any], SamplingParams], Any], reward: Callable[[Any], Any]) -> dict[str, float]:
+    def run(self, generate: Callable[[list[Any], SamplingParams], Any], reward: Callable[[Any], Any]) -> dict[str, float]:
         """Sample, judge, and summarise: mean (unscored responses count 0), pass@1..pass@n by powers of two, lengths, rates."""
         rollout = generate(list(self.prompts), self.sampling)
         rewards = (self.reward or reward)(rollout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +23,14 @@ class MetricsFile:
         """Append one line; a number that JSON has no word for (NaN, infinity) becomes null."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite) + "\n")
+        with self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a kill tore the line before: keep it from swallowing this one
+                    file.write(b"\n")
+            file.write((json.dumps(finite) + "\n").encode())
 
     def read(self) -> list[dict[str, float | None]]:
-        """All lines, oldest first; a last line that a kill cut short is left out."""
+        """All whole lines, oldest first; a line that a kill tore is left out."""
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in lines if line.endswith("}\n")]

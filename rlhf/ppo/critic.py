@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf.learner import Learner, Loss, ValueOutput
-from rlhf.models import LoRA, ScalarHead, add_lora, backbone_of, load_causal_lm, load_scalar_head, save_model
+from rlhf.models import LoRA, ScalarHead, add_lora, at_least_float32, backbone_of, load_causal_lm, load_scalar_head, save_model
 from rlhf.ppo.objectives import ValueLoss
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring import PackedBatch, ValueModule, packed_batches
@@ -37,6 +37,7 @@ class Critic(Learner):
     """
 
     prefix = "critic"
+    module: ValueModule
     last_token = True
 
     def __init__(self, model: Any, tokenizer: Any = None, *, head: ScalarHead | None = None, **options: Any) -> None:
@@ -63,7 +64,7 @@ class Critic(Learner):
         """
         model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        head = load_scalar_head(path, model.config.get_text_config().hidden_size).to(model.device)
+        head = load_scalar_head(path, model.config.get_text_config().hidden_size).to(model.device, at_least_float32(model.dtype))
         model = add_lora(model, lora) if lora is not None else backbone_of(model)
         return cls(model, tokenizer, head=head, **options)
 

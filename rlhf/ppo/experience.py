@@ -18,6 +18,7 @@ from rlhf.ppo.advantages import Advantages, masked_mean
 from rlhf.ppo.kl import KLPenalty, kl_estimate, kl_mean
 from rlhf.reward.rewards import Rewards, on_last_token
 from rlhf.rollout.batch import Rollout
+from rlhf.rollout.ragged import row_index
 
 Estimator = Callable[["Experience"], Advantages]
 
@@ -69,17 +70,20 @@ class Experience:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        shape = self.rollout.response_ids.shape
+        if self.rewards is not None:
+            if len(self.rewards) != len(self):
+                raise ShapeError(f"rewards must have one score for each of the {len(self)} responses; got {len(self.rewards)}")
+            if self.rewards.token_scores is not None and self.rewards.token_scores.shape != shape:
+                raise ShapeError(f"token_scores must be {list(shape)} like the rollout; got {list(self.rewards.token_scores.shape)}")
         if self.loss_weights is None:
             self.loss_weights = self.rollout.response_mask.float()
             if self.rewards is not None:
                 self.loss_weights = self.loss_weights * self.rewards.scores.isfinite()[:, None]
-        shape = self.rollout.response_ids.shape
         for name, value in self._tensors().items():
             expected = shape[:1] if name == "last_values" else shape
             if value.shape != expected:
                 raise ShapeError(f"{name} must be {list(expected)} like the rollout; got {list(value.shape)}")
-        if self.rewards is not None and len(self.rewards.scores) != len(self.rollout):
-            raise ShapeError(f"rewards must have one score for each of the {len(self.rollout)} responses; got {len(self.rewards.scores)}")
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -89,9 +93,8 @@ class Experience:
         return {name: value for name, value in values.items() if value is not None}
 
     def select(self, indices: Any) -> Experience:
-        """The rows at `indices` (int64 or bool tensor, or a list), in that order; T stays."""
-        index = torch.as_tensor(indices)
-        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
+        """The rows at `indices` (int64 or bool tensor, list or slice), in that order; T stays."""
+        index = row_index(indices, len(self))
         extras = {
             name: value[index] if isinstance(value, Tensor) else [value[i] for i in index.tolist()] for name, value in self.extras.items()
         }
@@ -142,6 +145,9 @@ class Experience:
             kl.update(float(kl_mean(divergence, mask)), int(mask.any(1).sum()))
         prepared = replace(self, token_rewards=token_rewards, extras=extras)
         result = estimator(prepared)
+        for part, value in zip(Advantages._fields, result, strict=True):
+            if value.shape != token_rewards.shape:
+                raise ShapeError(f"{name} must return {part} of shape {list(token_rewards.shape)}, [B, T]; got {list(value.shape)}")
         advantages, returns = (torch.where(self.rollout.response_mask, value, 0.0) for value in result)
         return replace(prepared, advantages=advantages, returns=returns)
 
@@ -166,7 +172,7 @@ class Experience:
         if self.old_logprobs is not None and self.ref_logprobs is not None:
             for name in ("k1", "k3"):
                 metrics[f"kl/reference_{name}"] = float(masked_mean(kl_estimate(self.old_logprobs, self.ref_logprobs, name), mask))
-        if "kl_coef" in self.extras:
+        if len(self) and "kl_coef" in self.extras:
             metrics["kl/coef"] = float(self.extras["kl_coef"][0])
         if self.old_logprobs is not None and self.rollout.logprobs is not None:
             metrics["mismatch/engine_abs_logratio"] = float(masked_mean((self.old_logprobs - self.rollout.logprobs).abs(), mask))

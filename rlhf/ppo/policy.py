@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import ConfigError, ModelError
-from rlhf.learner import Learner, Loss, PolicyOutput
-from rlhf.models import LoRA, add_lora, load_causal_lm, load_tokenizer, save_model
+from rlhf.learner import Learner, Loss, PolicyOutput, default_micro_batch_tokens
+from rlhf.models import LoRA, add_lora, at_least_float32, load_causal_lm, load_tokenizer, save_model
 from rlhf.ppo.objectives import PolicyLoss
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring import PackedBatch, ScoringModule, packed_batches
@@ -29,6 +29,7 @@ class Actor(Learner):
     """
 
     prefix = "actor"
+    module: ScoringModule
 
     def __init__(self, model: Any, tokenizer: Any = None, *, fp32_head: bool = False, **options: Any) -> None:
         if not hasattr(model, "get_output_embeddings"):
@@ -112,13 +113,13 @@ class Reference:
 
     Args:
         model: a causal language model; it is set to eval mode and never trained.
-        micro_batch_tokens: most tokens of one forward pass.
+        micro_batch_tokens: most tokens of one forward pass; see `Learner`.
         fp32_head: see `Actor`.
     """
 
-    def __init__(self, model: Any, *, micro_batch_tokens: int = 8192, fp32_head: bool = False) -> None:
+    def __init__(self, model: Any, *, micro_batch_tokens: int | None = None, fp32_head: bool = False) -> None:
         self.module = ScoringModule(model, fp32_head=fp32_head).eval().requires_grad_(False)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(self.module.device)
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """[B, T] log-probabilities of the sampled tokens at each row's temperature (0 scores as 1); 0 off the mask."""
@@ -131,7 +132,7 @@ def _call(module: Any, packed: PackedBatch) -> tuple[Tensor, Tensor]:
 
 def _logprobs(module: Any, backbone: ScoringModule, rollout: Rollout, budget: int) -> Tensor:
     """[B, T] on the CPU, without gradients; `module` is `backbone` as prepared for its processes."""
-    result = torch.zeros(rollout.response_ids.shape, dtype=torch.float64 if backbone.dtype == torch.float64 else torch.float32)
+    result = torch.zeros(rollout.response_ids.shape, dtype=at_least_float32(backbone.dtype))
     for packed in packed_batches(rollout, backbone, budget):
         with torch.no_grad():
             logprobs, _ = _call(module, packed)

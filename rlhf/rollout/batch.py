@@ -211,12 +211,12 @@ class Rollout:
             raise RolloutError(
                 "append_eos=True needs a tokenizer with an end token, got None; set tokenizer.eos_token or pass append_eos=False"
             )
-        answers = []
         for i, text in enumerate(responses):
             if not isinstance(text, str):
                 raise RolloutError(f"responses[{i}] must be a str, got {type(text).__name__}; use Rollout.build for token ids")
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            answers.append([*ids, end] if append_eos and ids[-1:] != [end] else ids)
+        answers = [list(ids) for ids in tokenizer(list(responses), add_special_tokens=False)["input_ids"]] if len(responses) else []
+        if append_eos:
+            answers = [ids if ids[-1:] == [end] else [*ids, end] for ids in answers]
         return cls.build(
             [ids for ids, _ in encoded],
             answers,
@@ -258,7 +258,8 @@ class Rollout:
         """
         index = row_index(indices, len(self))
         picked = index.tolist()
-        return Rollout(
+        part = object.__new__(Rollout)  # rows of a valid rollout are valid: this is called for every micro-batch
+        vars(part).update(
             prompt_ids=[self.prompt_ids[i] for i in picked],
             response_ids=self.response_ids[index],
             lengths=self.lengths[index],
@@ -275,6 +276,7 @@ class Rollout:
             raw_texts=[self.raw_texts[i] for i in picked],
             extras={name: value[index] if isinstance(value, Tensor) else [value[i] for i in picked] for name, value in self.extras.items()},
         )
+        return part
 
     @staticmethod
     def concat(parts: Iterable[Rollout]) -> Rollout:

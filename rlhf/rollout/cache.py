@@ -32,12 +32,13 @@ class SlotCache(Cache):
         """The next forward pass holds one prompt for each of `slots` (int64 [N]), right-padded."""
         self._prefill_slots = slots
 
-    def decode(self, positions: Tensor, width: int) -> None:
-        """The next forward pass holds one token of each of the first n slots, to stand at `positions` (int64 [n]), all below `width`."""
+    def decode(self, rows: Tensor, positions: Tensor, width: int) -> None:
+        """The next forward pass holds one token of each of the first n slots, to stand at `positions` (int64 [n]), all below `width`.
+
+        `rows` is arange(n), on the device.
+        """
         self._prefill_slots = None
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._positions = positions
-        self._width = width
+        self._rows, self._positions, self._width = rows, positions, width
 
     def copy(self, source: Tensor, target: Tensor, width: int) -> None:
         """Copy the first `width` tokens of the slots `source` to the slots `target` (int64 [m] both)."""
@@ -45,12 +46,18 @@ class SlotCache(Cache):
             stored[target, :, :width] = stored[source, :, :width]
 
     def resize(self, slots: int, capacity: int, live: int) -> None:
-        """Make room for more slots or longer rows; the first `live` slots keep their content."""
+        """Change the number of slots or their length; the first `live` slots keep their content, as far as it fits."""
+        kept = min(capacity, self.capacity)
         for layers in (self._keys, self._values):
             for i, old in enumerate(layers):
                 layers[i] = _empty(old, slots, capacity)
-                layers[i][:live, :, : self.capacity] = old[:live]
+                layers[i][:live, :, :kept] = old[:live, :, :kept]
         self.slots, self.capacity = slots, capacity
+
+    def free(self) -> None:
+        """Let go of the tensors, even where a traceback still holds this cache."""
+        self._keys.clear()
+        self._values.clear()
 
     # ---------------------------------------------------------------- what transformers' models call
 

@@ -24,7 +24,10 @@ _PER_ROW = {
 
 def validate(rollout: Rollout) -> None:
     count = len(rollout.prompt_ids)
+    distinct: dict[int, tuple[int, Any]] = {}  # the rows of a group share one tensor
     for i, ids in enumerate(rollout.prompt_ids):
+        distinct.setdefault(id(ids), (i, ids))
+    for i, ids in distinct.values():
         _check_tensor(f"prompt_ids[{i}]", ids, torch.int64, (None,))
         if not len(ids):
             raise RolloutError(

@@ -1,61 +1,73 @@
 """Continuous batching: rows of all calls decode together, finished rows leave at once, waiting rows join.
 
-Legend: n live rows, S slots, N prompts of a prefill, R longest response allowed.
+Legend: n live rows, V vocabulary, N prompts of a prefill.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf.errors import EngineError
 from rlhf.models import LogitHead, attention_masks, backbone_of, base_model, evaluating
 from rlhf.rollout.batch import FinishReason
 from rlhf.rollout.cache import SlotCache
 from rlhf.rollout.draw import DrawOptions, draw, row_seeds, uniforms
 from rlhf.rollout.sampling import SamplingParams
 
+STEPS_AHEAD = 16  # random numbers made at a time
 
-@dataclass
-class Response:
+
+class Response(NamedTuple):
     """One finished row: ids as sampled (the end token included), their log-probabilities, and why it ended."""
 
-    ids: Tensor
-    logprobs: Tensor
+    ids: list[int]
+    logprobs: list[float]
     finish_reason: FinishReason
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
-    """One `generate` call on its way: prompts in, responses out in prompt-major order."""
+    """One `generate` call on its way: prompts in, responses out in prompt-major order.
+
+    Attributes:
+        prompts: int64 [P] each, on the CPU.
+        limits: most new tokens for each prompt.
+        stop_ids: every token id that ends a response.
+        future: gets the responses; cancelling it frees the rows.
+        finished: how many responses there are so far.
+    """
 
     prompts: list[Tensor]
     sampling: SamplingParams
     limits: list[int]
     seed: int
-    stop_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
     future: Future[list[Response]] = field(default_factory=Future)
-    responses: list[Response | None] = field(default_factory=list)
-    on_response: Any = None
-    left: int = 0
+    finished: int = 0
 
     def __post_init__(self) -> None:
-        self.left = len(self.prompts) * self.sampling.n
-        self.responses = [None] * self.left
-        self.seeds = row_seeds(self.seed, self.left)
+        rows = len(self.prompts) * self.sampling.n
+        self.responses: list[Response | None] = [None] * rows
+        self.seeds: list[int] = row_seeds(self.seed, rows).tolist()
 
-    def finish(self, index: int, response: Response) -> None:
-        self.responses[index] = response
-        self.left -= 1
-        if self.on_response is not None:
-            self.on_response()
-        if not self.left and not self.future.done():
+    def resolve(self, error: BaseException | None = None) -> None:
+        """Hand over the responses, or `error`; the last thing that happens to a call, cancelled or not."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if error is None:
             self.future.set_result(self.responses)  # type: ignore[arg-type]
+        else:
+            self.future.set_exception(error)
 
 
 @dataclass
@@ -64,11 +76,44 @@ class _Group:
 
     call: Call
     prompt: int
-    rows: list[int]
+    rows: Sequence[int]
+
+    @property
+    def ids(self) -> Tensor:
+        return self.call.prompts[self.prompt]
 
     @property
     def tokens(self) -> int:
-        return len(self.call.prompts[self.prompt]) + self.call.limits[self.prompt]
+        """Keys and values of one row at most."""
+        return len(self.ids) + self.call.limits[self.prompt]
+
+
+class _Row:
+    """A live response."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.call = group.call
+        self.sampling = group.call.sampling
+        self.index = index
+        self.seed = group.call.seeds[index]
+        self.prompt_tokens = len(group.ids)
+        self.limit = group.call.limits[group.prompt]
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    @property
+    def position(self) -> int:
+        """Where the last sampled token stands; keys and values of all before it are stored."""
+        return self.prompt_tokens + len(self.ids) - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.limit
+
+    @property
+    def forbidden_steps(self) -> int:
+        """For how many further tokens end tokens are forbidden."""
+        return self.sampling.min_new_tokens - len(self.ids)
 
 
 class Decoder:
@@ -80,11 +125,18 @@ class Decoder:
         decode_text: ids -> text with special tokens, for stop strings.
         max_rows: most rows that decode together.
         max_batch_tokens: most tokens of keys and values held, slots × longest row.
-        max_prefill_tokens: most prompt tokens, padding included, in one forward pass.
+        max_prefill_tokens: most prompt tokens, padding included, in one forward pass of several prompts.
     """
 
     def __init__(
-        self, model: Any, head: LogitHead | None, decode_text: Any, *, max_rows: int, max_batch_tokens: int, max_prefill_tokens: int
+        self,
+        model: Any,
+        head: LogitHead | None,
+        decode_text: Callable[[list[int]], str],
+        *,
+        max_rows: int,
+        max_batch_tokens: int,
+        max_prefill_tokens: int,
     ) -> None:
         self._model = model
         self._head = head
@@ -92,121 +144,157 @@ class Decoder:
         self._max_rows = max_rows
         self._budget = max_batch_tokens
         self._prefill_budget = max_prefill_tokens
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the next three; all else belongs to the driver
         self._arrived: list[Call] = []
         self._driver: threading.Thread | None = None
+        self._someone_cancelled = False
+        self._cache: SlotCache | None = None
         self._clear()
 
     def submit(self, call: Call) -> None:
         """Let `call` join the batch; its future gets the responses."""
+        call.future.add_done_callback(self._notice_cancelled)
         with self._lock:
-            self._arrived.append(call)
             if self._driver is None:
-                self._driver = threading.Thread(target=self._drive, name="rlhf-decoder", daemon=True)
-                self._driver.start()
+                driver = threading.Thread(target=self._drive, name="rlhf-decoder", daemon=True)
+                driver.start()  # it waits for the lock before it looks for calls
+                self._driver = driver
+            self._arrived.append(call)
 
-    @property
-    def busy(self) -> bool:
-        return self._driver is not None
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """No call starts while the block runs.
+
+        Raises:
+            EngineError: one is running.
+        """
+        with self._lock:
+            if self._driver is not None:
+                raise EngineError("weights cannot change while responses are being generated; wait for the running calls")
+            yield
+
+    def _notice_cancelled(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._someone_cancelled = True
 
     # ---------------------------------------------------------------- the driver thread
 
     def _drive(self) -> None:
-        try:
-            with torch.no_grad(), evaluating(self._model):
-                while self._take_arrivals():
-                    self._step()
-        except BaseException as error:
-            self._fail(error)
+        error: BaseException | None = None
+        while not self._resign(error):
+            try:
+                self._device = next(self._model.parameters()).device
+                on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+                with torch.no_grad(), evaluating(self._model), on_device:
+                    while self._take_arrivals():
+                        self._resolve_left()
+                        self._step()
+            except BaseException as caught:
+                error = caught
 
     def _take_arrivals(self) -> bool:
-        """Queue what has arrived and drop what was cancelled; False, with the driver resigned, when there is nothing left to do."""
+        """Queue what has arrived and drop what was cancelled; False when there is nothing to do."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
-            for call in arrived:
-                n = call.sampling.n
-                self._waiting += [_Group(call, p, list(range(p * n, (p + 1) * n))) for p in range(len(call.prompts))]
+            someone_cancelled, self._someone_cancelled = self._someone_cancelled, False
+        for call in arrived:
+            n = call.sampling.n
+            self._calls.append(call)
+            self._waiting += [_Group(call, p, range(p * n, (p + 1) * n)) for p in range(len(call.prompts))]
+        if someone_cancelled:
             self._waiting = deque(group for group in self._waiting if not group.call.future.cancelled())
-            cancelled = [slot for slot in range(self._live) if self._owners[slot][0].future.cancelled()]
-            if cancelled:
-                self._release(cancelled)
-            if self._waiting or self._live:
-                return True
-            self._clear()
-            self._driver = None
-            return False
+            self._release([slot for slot, row in enumerate(self._rows) if row.call.future.cancelled()])
+            for call in [call for call in self._calls if call.future.cancelled()]:
+                self._leave(call)
+        return bool(self._waiting or self._rows)
 
-    def _fail(self, error: BaseException) -> None:
+    def _leave(self, call: Call) -> None:
+        self._calls.remove(call)
+        self._left.append(call)
+
+    def _resolve_left(self) -> None:
+        left, self._left = self._left, []
+        for call in left:
+            call.resolve()
+
+    def _resign(self, error: BaseException | None) -> bool:
+        """End the driver: the model is as it was and the memory is free before any caller hears of it. False if calls have come in."""
         with self._lock:
-            calls = {id(call): call for call in [*self._arrived, *(g.call for g in self._waiting), *(o[0] for o in self._owners)]}
+            if error is None and self._arrived:
+                return False
+            left, failed = self._left, [*self._calls, *self._arrived]
             self._arrived = []
             self._clear()
             self._driver = None
-        for call in calls.values():
-            if not call.future.done():
-                call.future.set_exception(error)
+        for call in left:
+            call.resolve()
+        for call in failed:
+            call.resolve(error)
+        return True
 
     def _clear(self) -> None:
+        if self._cache is not None:
+            self._cache.free()
+        self._cache = None
+        self._calls: list[Call] = []
+        self._left: list[Call] = []  # finished or cancelled, their callers not yet told
         self._waiting: deque[_Group] = deque()
-        self._owners: list[tuple[Call, int]] = []
-        self._live = 0
-        self._cache: SlotCache | None = None
-        self._state: dict[str, Tensor] = {}
+        self._rows: list[_Row] = []  # the row in slot i at i
+        self._batch: _Batch | None = None  # None after rows came or went
 
     def _step(self) -> None:
         admitted = self._admit()
         if admitted:
             self._prefill(admitted)
-        if self._live:
-            self._decode_step()
+        if self._rows:
+            self._decode()
 
     # ---------------------------------------------------------------- admission
 
     def _admit(self) -> list[_Group]:
         """Groups (or the part of one that fits) whose rows get slots now, in the order they came."""
         admitted: list[_Group] = []
-        taken = 0
+        used = len(self._rows)
+        longest = max((row.tokens for row in self._rows), default=0) if self._waiting else 0
         while self._waiting:
             group = self._waiting[0]
-            room = self._room(group.tokens, self._live + taken)
-            if room < len(group.rows) and (self._live + taken or room < 1):
+            size, needed = len(group.rows), max(longest, group.tokens)
+            most = min(self._max_rows, self._budget // needed)
+            # every part of a group costs a prefill, but one of more than half of the batch would wait until the batch is all but empty
+            least = size if size <= most // 2 else min(size, max(1, most // 4))
+            room = most - used
+            if room < least:
                 break
             self._waiting.popleft()
-            if room < len(group.rows):
+            if room < size:
                 self._waiting.appendleft(_Group(group.call, group.prompt, group.rows[room:]))
                 group = _Group(group.call, group.prompt, group.rows[:room])
             admitted.append(group)
-            taken += len(group.rows)
-            self._reserve(self._live + taken, group.tokens, self._live)
+            used, longest = used + len(group.rows), needed
+        if admitted:
+            self._reserve(used, longest)
         return admitted
 
-    def _room(self, tokens: int, used: int) -> int:
-        capacity = max(tokens, self._cache.capacity if self._cache else 0)
-        return min(self._max_rows, max(1, self._budget // capacity)) - used
-
-    def _reserve(self, rows: int, tokens: int, live: int) -> None:
+    def _reserve(self, rows: int, tokens: int) -> None:
+        """Have slots for `rows` rows of `tokens` tokens; rows × tokens is within the budget."""
         if self._cache is None:
-            # room for everything that waits, as far as the budget goes: growing later means copying
+            # room for all that waits, as far as the budget goes: growing later means copying
             capacity = max([tokens, *(group.tokens for group in self._waiting)])
-            waiting = rows + sum(len(group.rows) for group in self._waiting)
-            if self._budget // capacity < rows:
-                capacity = tokens
-            slots = max(rows, min(waiting, self._max_rows, self._budget // capacity))
-            self._cache = SlotCache(slots, capacity)
+            capacity = capacity if capacity * rows <= self._budget else tokens
+            wanted = rows + sum(len(group.rows) for group in self._waiting)
+            self._cache = SlotCache(max(rows, min(wanted, self._max_rows, self._budget // capacity)), capacity)
         elif rows > self._cache.slots or tokens > self._cache.capacity:
-            capacity = max(tokens, self._cache.capacity)
+            capacity = max(tokens, min(self._cache.capacity, self._budget // rows))
             slots = max(rows, min(2 * self._cache.slots, self._max_rows, self._budget // capacity))
-            self._cache.resize(slots, capacity, live)
+            self._cache.resize(slots, capacity, len(self._rows))
 
     # ---------------------------------------------------------------- forward passes
 
     def _prefill(self, groups: list[_Group]) -> None:
         """Run each prompt once, hand its keys and values to all its rows, and sample their first tokens."""
-        groups = sorted(groups, key=lambda group: -len(group.call.prompts[group.prompt]))
         batch: list[_Group] = []
-        for group in groups:
-            widest = len((batch or [group])[0].call.prompts[(batch or [group])[0].prompt])
-            if batch and widest * (len(batch) + 1) > self._prefill_budget:
+        for group in sorted(groups, key=lambda group: -len(group.ids)):
+            if batch and len(batch[0].ids) * (len(batch) + 1) > self._prefill_budget:
                 self._prefill_batch(batch)
                 batch = []
             batch.append(group)
@@ -214,144 +302,149 @@ class Decoder:
 
     def _prefill_batch(self, groups: list[_Group]) -> None:
         assert self._cache is not None
-        prompts = [group.call.prompts[group.prompt] for group in groups]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = prompt
+        lengths = torch.tensor([len(group.ids) for group in groups])
+        width = int(lengths[0])
+        ids = torch.zeros(len(groups), width, dtype=torch.int64)
+        for i, group in enumerate(groups):
+            ids[i, : len(group.ids)] = group.ids
         counts = torch.tensor([len(group.rows) for group in groups])
-        first = self._live + counts.cumsum(0) - counts
+        live = len(self._rows)
+        first = live + counts.cumsum(0) - counts
         self._cache.prefill(first.to(self._device))
-        positions = torch.arange(width, device=self._device).expand(len(prompts), -1)
+        positions = torch.arange(width, device=self._device).expand(len(groups), -1)
         logits = self._logits(ids.to(self._device), positions, None, (lengths - 1).to(self._device))
-        slots = torch.arange(self._live, self._live + int(counts.sum()))
-        source = first.repeat_interleave(counts)
+        source, slots = first.repeat_interleave(counts), torch.arange(live, live + int(counts.sum()))
         copied = slots != source
         if copied.any():
             self._cache.copy(source[copied].to(self._device), slots[copied].to(self._device), width)
-        self._enter(groups, lengths)
+        rows = [_Row(group, index) for group in groups for index in group.rows]
+        self._rows += rows
+        self._batch = None
         group_of = torch.arange(len(groups)).repeat_interleave(counts).to(self._device)
-        self._accept(logits[group_of], slots.to(self._device))
+        self._accept(live, *_Batch(rows, self._device).draw(logits[group_of])[1:])
 
-    def _decode_step(self) -> None:
+    def _decode(self) -> None:
         assert self._cache is not None
-        live = slice(self._live)
-        positions = self._state["length"][live]
-        width = int(positions.max()) + 1
-        self._cache.decode(positions, width)
-        stored = torch.arange(width, device=self._device)
-        distance = (positions[:, None] - stored)[:, None]
+        if self._batch is None:
+            self._batch = _Batch(self._rows, self._device)
+        batch = self._batch
+        self._cache.decode(batch.rows, batch.positions, batch.width)
+        distance = batch.positions[:, None, None] - torch.arange(batch.width, device=self._device)
         mask = attention_masks(self._model, distance >= 0, distance)
-        logits = self._logits(self._state["token"][live, None], positions[:, None], mask, None)
-        self._state["length"][live] += 1
-        self._accept(logits, torch.arange(self._live, device=self._device))
+        logits = self._logits(batch.tokens[:, None], batch.positions[:, None], mask, None)
+        batch.tokens, tokens, logprobs = batch.draw(logits)
+        batch.positions = batch.positions + 1
+        batch.width += 1
+        self._accept(0, tokens, logprobs)
 
     def _logits(self, ids: Tensor, positions: Tensor, mask: Any, last: Tensor | None) -> Tensor:
         """float32 [rows, V] after token `last` of each row (the only one if None)."""
         options = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "past_key_values": self._cache, "use_cache": True}
         rows = torch.arange(len(ids), device=ids.device)
-        place = torch.zeros_like(rows) if last is None else last
         if self._head is None:
-            return base_model(self._model)(**options).logits[rows, place].float()
+            logits = base_model(self._model)(**options).logits
+            return (logits[:, 0] if last is None else logits[rows, last]).float()
         hidden = backbone_of(self._model)(**options).last_hidden_state
-        return self._head.logits(hidden[rows, place]).float()
+        return self._head.logits(hidden[:, 0] if last is None else hidden[rows, last]).float()
 
     # ---------------------------------------------------------------- rows
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
+    def _accept(self, first: int, tokens: list[int], logprobs: list[float]) -> None:
+        """Give a token each to the rows from slot `first` on, and let those that are done go.
 
-    def _enter(self, groups: list[_Group], lengths: Tensor) -> None:
-        """Give the rows of `groups` the next slots and their options."""
-        assert self._cache is not None
-        owners = [(group.call, row) for group in groups for row in group.rows]
-        per_row = [(group, group.call.sampling) for group in groups for _ in group.rows]
-        ends = max((len(call.stop_ids) for call, _ in owners), default=0)
-        columns: dict[str, Tensor] = {
-            "length": lengths.repeat_interleave(torch.tensor([len(group.rows) for group in groups])),
-            "token": torch.zeros(len(owners), dtype=torch.int64),
-            "made": torch.zeros(len(owners), dtype=torch.int64),
-            "limit": torch.tensor([group.call.limits[group.prompt] for group, _ in per_row]),
-            "least": torch.tensor([s.min_new_tokens for _, s in per_row]),
-            "temperature": torch.tensor([s.temperature for _, s in per_row], dtype=torch.float32),
-            "top_p": torch.tensor([s.top_p for _, s in per_row], dtype=torch.float32),
-            "top_k": torch.tensor([s.top_k for _, s in per_row]),
-            "min_p": torch.tensor([s.min_p for _, s in per_row], dtype=torch.float32),
-            "seed": torch.stack([call.seeds[row] for call, row in owners]),
-            "stop": torch.tensor([[*call.stop_ids, *[-1] * (ends - len(call.stop_ids))] for call, _ in owners]).view(len(owners), ends),
-            "ids": torch.zeros(len(owners), max(group.call.limits[group.prompt] for group in groups), dtype=torch.int64),
-        }
-        columns["logprobs"] = torch.zeros(columns["ids"].shape, dtype=torch.float32)
-        for name, new in columns.items():
-            new = new.to(self._device)
-            fill = -1 if name == "stop" else 0
-            self._state[name] = _stacked(self._state[name][: self._live], new, fill) if name in self._state else new
-        self._owners += owners
-        self._live += len(owners)
+        Raises:
+            EngineError: the logits were not finite.
+        """
+        if not math.isfinite(sum(logprobs)):
+            raise EngineError("the model's logits must be finite, got NaN or inf; its weights are broken: look at the last updates")
+        done = []
+        for slot, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), first):
+            row = self._rows[slot]
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            if token in row.call.stop_ids or (row.sampling.stop and self._ends_in_stop_text(row)):
+                reason = FinishReason.STOP
+            elif len(row.ids) >= row.limit:
+                reason = FinishReason.LENGTH
+            else:
+                continue
+            done.append(slot)
+            row.call.responses[row.index] = Response(row.ids, row.logprobs, reason)
+            row.call.finished += 1
+            if row.call.finished == len(row.call.responses):
+                self._leave(row.call)
+        self._release(done)
 
-    def _accept(self, logits: Tensor, slots: Tensor) -> None:
-        """Sample a token for the rows in `slots` and let those that are done go."""
-        state = {name: value[slots] for name, value in self._state.items() if name not in ("ids", "logprobs")}
-        forbidden = None
-        early = state["made"] < state["least"]
-        if early.any() and state["stop"].shape[1]:
-            banned = torch.where(early[:, None], state["stop"], -1)
-            forbidden = torch.zeros(len(slots), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
-            forbidden = forbidden.scatter_(1, torch.where(banned < 0, logits.shape[1], banned), True)[:, :-1]
-        options = DrawOptions(state["temperature"], state["top_p"], state["top_k"], state["min_p"], forbidden)
-        tokens, logprobs = draw(logits, uniforms(state["seed"], state["made"]), options)
-        self._state["token"][slots] = tokens
-        self._state["ids"][slots, state["made"]] = tokens
-        self._state["logprobs"][slots, state["made"]] = logprobs
-        made = state["made"] + 1
-        self._state["made"][slots] = made
-        stopped = (tokens[:, None] == state["stop"]).any(1)
-        over = made >= state["limit"]
-        texts = [i for i, slot in enumerate(slots.tolist()) if self._owners[slot][0].sampling.stop and not stopped[i]]
-        if texts:
-            stopped[[i for i in texts if made[i] >= state["least"][i] and self._ends_in_stop_text(int(slots[i]), int(made[i]))]] = True
-        done = (stopped | over).nonzero().squeeze(1).tolist()
-        if not done:
-            return
-        for i in done:
-            slot, size = int(slots[i]), int(made[i])
-            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
-            call, index = self._owners[slot]
-            ids, values = self._state["ids"][slot, :size].cpu().clone(), self._state["logprobs"][slot, :size].cpu().clone()
-            call.finish(index, Response(ids, values, reason))
-        self._release([int(slots[i]) for i in done])
-
-    def _ends_in_stop_text(self, slot: int, made: int) -> bool:
-        """Whether a stop string appears with the last token: each token holds at least one byte, so a short tail is enough."""
-        stops = self._owners[slot][0].sampling.stop
-        reach = max(len(stop.encode()) for stop in stops) + 8  # type: ignore[union-attr]
-        tail = self._decode_text(self._state["ids"][slot, max(0, made - reach) : made].tolist())
-        return any(stop in tail for stop in stops)  # type: ignore[operator]
+    def _ends_in_stop_text(self, row: _Row) -> bool:
+        """Whether the last token completes a stop string: each token holds at least one byte, so a short tail is enough."""
+        if row.forbidden_steps > 0:
+            return False
+        stops: Sequence[str] = row.sampling.stop  # type: ignore[assignment]
+        reach = max(len(stop.encode()) for stop in stops) + 8
+        text = self._decode_text(row.ids[-reach:])
+        if not any(stop in text for stop in stops):
+            return False
+        earlier = self._decode_text(row.ids[-reach:-1])  # min_new_tokens may have let one pass
+        return any(text.count(stop) > earlier.count(stop) for stop in stops)
 
     def _release(self, slots: list[int]) -> None:
         """Free slots and move the last live rows into the holes, so that live rows stay in front."""
+        if not slots:
+            return
+        self._batch = None
         assert self._cache is not None
         gone = set(slots)
-        kept = self._live - len(gone)
+        kept = len(self._rows) - len(gone)
         holes = sorted(slot for slot in gone if slot < kept)
-        movers = [slot for slot in range(kept, self._live) if slot not in gone]
+        movers = [slot for slot in range(kept, len(self._rows)) if slot not in gone]
         if holes:
-            source, target = torch.tensor(movers, device=self._device), torch.tensor(holes, device=self._device)
-            self._cache.copy(source, target, int(self._state["length"][source].max()) + 1)
-            for value in self._state.values():
-                value[target] = value[source]
+            width = max(self._rows[mover].position for mover in movers)
+            self._cache.copy(torch.tensor(movers, device=self._device), torch.tensor(holes, device=self._device), width)
             for mover, hole in zip(movers, holes, strict=True):
-                self._owners[hole] = self._owners[mover]
-        del self._owners[kept:]
-        self._live = kept
+                self._rows[hole] = self._rows[mover]
+        del self._rows[kept:]
 
 
-def _stacked(old: Tensor, new: Tensor, fill: int) -> Tensor:
-    """Rows of both, widened to the wider of the two with `fill`."""
-    if old.dim() > 1 and old.shape[1] != new.shape[1]:
-        width = max(old.shape[1], new.shape[1])
-        old, new = (torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in (old, new))
-    return torch.cat([old, new])
+class _Batch:
+    """Live rows as tensors on the device, for as many steps as the rows stay the same.
 
+    Attributes:
+        rows: arange(n).
+        tokens, positions: int64 [n], the last token of each row and where it stands.
+        width: above all positions.
+    """
+
+    def __init__(self, rows: list[_Row], device: torch.device) -> None:
+        self._live = list(rows)
+        self._device = device
+        self.rows = torch.arange(len(rows), device=device)
+        self.tokens = torch.tensor([row.ids[-1] if row.ids else 0 for row in rows], device=device)
+        positions = [row.position for row in rows]
+        self.positions = torch.tensor(positions, device=device)
+        self.width = max(positions) + 1
+        self._options = DrawOptions.of([row.sampling for row in rows], device)
+        self._seeds = torch.tensor([row.seed for row in rows])[:, None]
+        self._made = torch.tensor([len(row.ids) for row in rows])[:, None]
+        self._uniforms = torch.empty(0)
+        self._steps = 0
+        self._forbidden: tuple[Tensor, Tensor] | None = None
+        self._forbidden_until = 0 if any(row.forbidden_steps > 0 for row in rows) else math.inf
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, list[int], list[float]]:
+        """The next token of each row: as a tensor and as a list, and its log-probability."""
+        column = self._steps % STEPS_AHEAD
+        if column == 0:
+            ahead = uniforms(self._seeds, self._made + self._steps + torch.arange(STEPS_AHEAD))
+            self._uniforms = ahead.to(self._device)
+        if self._steps >= self._forbidden_until:
+            self._forbid(logits.shape[1])
+        tokens, logprobs = draw(logits, self._uniforms[:, column], self._options, self._forbidden)
+        self._steps += 1
+        return tokens, tokens.tolist(), logprobs.tolist()
+
+    def _forbid(self, vocabulary: int) -> None:
+        """Forbid end tokens where a row is too short for them, until the next row is long enough."""
+        early = [(i, row) for i, row in enumerate(self._live) if row.forbidden_steps > 0]
+        pairs = [(i, token) for i, row in early for token in row.call.stop_ids if token < vocabulary]
+        self._forbidden = tuple(torch.tensor(pairs, device=self._device).unbind(1)) if pairs else None  # type: ignore[assignment]
+        self._forbidden_until = self._steps + min((row.forbidden_steps for _, row in early), default=math.inf)

@@ -3,88 +3,138 @@
 The random number of a token depends on its row's seed and its index in the response alone, so a sample does not change with the
 rows it happens to share a batch with.
 
-Legend: n rows, V vocabulary.
+Legend: n rows, V vocabulary, m filtered rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from rlhf.rollout.sampling import SamplingParams
+
 BLOCK = 256
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_LEAST_TEMPERATURE = 1e-30  # float32 rounds what is far below to 0
 
 
 class DrawOptions(NamedTuple):
-    """Per-row sampling options, each [n]: see `SamplingParams`. `forbidden` is bool [n, V] or None."""
+    """Sampling options of n rows as tensors; None where they change nothing for any row, so that no step need look.
 
-    temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
-    min_p: Tensor
-    forbidden: Tensor | None = None
+    Attributes:
+        temperature: float32 [n], 1 for greedy rows.
+        greedy: bool [n], rows that take the most likely token.
+        all_greedy: whether every row does.
+        filtered: int64 [m], rows with top-p, top-k or min-p; `top_p`, `top_k` and `min_p` are [m].
+    """
+
+    temperature: Tensor | None = None
+    greedy: Tensor | None = None
+    all_greedy: bool = False
+    filtered: Tensor | None = None
+    top_p: Tensor | None = None
+    top_k: Tensor | None = None
+    min_p: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> Self:
+        """The options of these rows, one SamplingParams a row, on `device`."""
+        greedy = [row.temperature == 0 for row in rows]
+        temperatures = [max(row.temperature, _LEAST_TEMPERATURE) if row.temperature else 1.0 for row in rows]
+        filtered = [i for i, row in enumerate(rows) if row.filtered]
+        options = cls(
+            temperature=torch.tensor(temperatures, device=device) if any(t != 1 for t in temperatures) else None,
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=all(greedy),
+        )
+        if not filtered:
+            return options
+        return options._replace(
+            filtered=torch.tensor(filtered, device=device),
+            top_p=torch.tensor([rows[i].top_p for i in filtered], dtype=torch.float64, device=device),
+            top_k=torch.tensor([rows[i].top_k for i in filtered], device=device),
+            min_p=torch.tensor([rows[i].min_p for i in filtered], dtype=torch.float32, device=device),
+        )
 
 
-def draw(logits: Tensor, uniform: Tensor, options: DrawOptions) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniform: Tensor, options: DrawOptions, forbidden: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample one token a row.
 
     Args:
         logits: float32 [n, V].
         uniform: float64 [n] in [0, 1).
-        options: temperature 0 takes the most likely token.
+        options: of the n rows.
+        forbidden: tokens not to be taken, as (row, token) pairs, both int64 [pairs]; this does not touch log-probabilities.
 
     Returns:
         tokens: int64 [n].
         logprobs: float32 [n], log_softmax(logits / temperature) over the whole vocabulary (temperature 0 scores as 1), whatever was
             filtered.
     """
-    greedy = options.temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, options.temperature)[:, None]
-    top = scaled.amax(-1, keepdim=True)
-    weights = (scaled - top).exp_()
-    log_total = weights.sum(-1).log() + top.squeeze(-1)
-    allowed = weights if options.forbidden is None else weights.masked_fill(options.forbidden, 0.0)
-    filtered = ~greedy & ((options.top_p < 1) | (options.top_k > 0) | (options.min_p > 0))
-    if filtered.any():
-        allowed = allowed.clone() if allowed is weights else allowed
-        allowed[filtered] = _filter(allowed[filtered], options.top_p[filtered], options.top_k[filtered], options.min_p[filtered])
-    tokens = _inverse_cdf(allowed, uniform)
-    if greedy.any():
-        best = scaled if options.forbidden is None else scaled.masked_fill(options.forbidden, -torch.inf)
-        tokens = torch.where(greedy, best.argmax(-1), tokens)
-    return tokens, scaled.gather(-1, tokens[:, None]).squeeze(-1) - log_total
+    # scaled after the shift: at a tiny temperature logits / temperature would overflow or lose its last digits
+    scaled = logits - logits.amax(-1, keepdim=True)
+    if options.temperature is not None:
+        scaled.div_(options.temperature[:, None])
+    weights = scaled.exp()
+    sums = _block_sums(weights)
+    log_total = sums.sum(-1).log()
+    if forbidden is not None:
+        weights[forbidden] = 0.0
+        scaled[forbidden] = -torch.inf
+    if options.all_greedy:
+        tokens = scaled.argmax(-1)
+    else:
+        if options.filtered is not None:
+            weights[options.filtered] = _filter(weights[options.filtered], options.top_p, options.top_k, options.min_p)
+        if options.filtered is not None or forbidden is not None:
+            sums = _block_sums(weights)
+        tokens = _inverse_cdf(weights, sums, uniform)
+        if options.greedy is not None:
+            tokens = torch.where(options.greedy, scaled.argmax(-1), tokens)
+    return tokens, (scaled.gather(-1, tokens[:, None]).squeeze(-1) - log_total).float()
 
 
-def _filter(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+def _filter(weights: Tensor, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:
     """Unnormalised probabilities with all but the kept tokens at 0; top-k first, then top-p of what it leaves, then min-p."""
-    ordered, index = weights.sort(-1, descending=True, stable=True)
+    assert top_p is not None and top_k is not None and min_p is not None
+    ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), 0.0)
-    before = ordered.double().cumsum(-1) - ordered.double()
+    exact = ordered.double()
+    before = exact.cumsum(-1) - exact
     # the smallest set that reaches top_p: a token stays while the mass before it falls short
-    ordered = ordered.masked_fill((top_p < 1)[:, None] & (before >= top_p[:, None].double() * ordered.double().sum(-1, keepdim=True)), 0.0)
+    ordered = ordered.masked_fill((top_p < 1)[:, None] & (before >= top_p[:, None] * exact.sum(-1, keepdim=True)), 0.0)
     ordered = ordered.masked_fill(ordered < min_p[:, None] * ordered[:, :1], 0.0)
     return torch.zeros_like(weights).scatter_(-1, index, ordered)
 
 
-def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+def _block_sums(weights: Tensor) -> Tensor:
+    """float64 [n, ceil(V / BLOCK)], the sum of each BLOCK tokens of weights [n, V]; the last block may be shorter."""
+    whole = weights.shape[1] // BLOCK
+    sums = weights[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).sum(-1)
+    if whole * BLOCK < weights.shape[1]:
+        sums = torch.cat([sums, weights[:, whole * BLOCK :].sum(-1, keepdim=True)], 1)
+    return sums.double()
+
+
+def _inverse_cdf(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     """Index [n] where the cumulated weights [n, V] pass uniform × total: first the block, then the token inside it."""
-    rows, size = weights.shape
-    padded = torch.nn.functional.pad(weights, (0, -size % BLOCK))
-    blocks = padded.view(rows, -1, BLOCK)
-    block_ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    # strictly below the total, so that rounding never selects the padding or a token of weight 0 at the end
-    target = (uniform * block_ends[:, -1]).clamp(max=block_ends[:, -1] * (1 - 1e-12))
-    block = torch.searchsorted(block_ends, target[:, None], right=True).clamp_(max=block_ends.shape[1] - 1)
-    start = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    chosen = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).double()
-    ends = chosen.cumsum(-1)
-    inside = torch.searchsorted(ends, (target[:, None] - start).clamp_(min=0), right=True)
+    block_ends = sums.cumsum(-1)
+    # strictly below the total, so that rounding never selects a token of weight 0 at the end
+    target = (uniform * block_ends[:, -1]).clamp(max=block_ends[:, -1] * (1 - 1e-12))[:, None]
+    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
+    start = block_ends.gather(-1, block) - sums.gather(-1, block)
+    tokens = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    beyond = tokens >= weights.shape[1]
+    chosen = weights.gather(1, tokens.clamp(max=weights.shape[1] - 1)).double().masked_fill_(beyond, 0.0)
+    inside = torch.searchsorted(chosen.cumsum(-1), (target - start).clamp_(min=0), right=True)
     # the last token of the block that has weight, where summation order lets the target slip past it
-    positions = torch.arange(BLOCK, device=weights.device)
-    last = torch.where(chosen > 0, positions, 0).amax(-1, keepdim=True)
+    last = torch.where(chosen > 0, torch.arange(BLOCK, device=weights.device), 0).amax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(inside, last)).squeeze(-1)
 
 
@@ -94,7 +144,7 @@ def row_seeds(seed: int, count: int) -> Tensor:
 
 
 def uniforms(seeds: Tensor, steps: Tensor) -> Tensor:
-    """float64 [n] in [0, 1): the random number of token `steps` (int64 [n]) of the rows with these seeds (int64 [n]).
+    """float64 in [0, 1): the random number of token `steps` of the rows with these seeds (int64, shapes that broadcast).
 
     Source: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
     """

@@ -269,8 +269,10 @@ class CharCodec:
     all_special_ids = (0, 1)
     chat_template = "<role>content</role>"
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text, add_special_tokens)}
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        if isinstance(text, str):
+            return {"input_ids": self.encode(text, add_special_tokens)}
+        return {"input_ids": [self.encode(each, add_special_tokens) for each in text]}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; there is no prefix or suffix to add."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from tqdm.auto import tqdm
 from rlhf.errors import ConfigError, EngineError, ModelError, RLHFWarning, RolloutError
 from rlhf.models import end_token_ids, find_head, max_positions
 from rlhf.rollout.batch import Rollout
-from rlhf.rollout.decoding import Call, Decoder, Response
+from rlhf.rollout.decoding import Call, Decoder
 from rlhf.rollout.engine import Prompts, RolloutEngine, encode_prompts
 from rlhf.rollout.sampling import SamplingParams
+
+PROGRESS_SECONDS = 0.25  # between looks at how far a call is
+LEAVE_SECONDS = 30.0
 
 
 class TransformersEngine(RolloutEngine):
@@ -51,7 +55,7 @@ class TransformersEngine(RolloutEngine):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1; got {value}")
         self._actor = source if hasattr(source, "model") and hasattr(source, "weight_version") else None
-        self.model = source.model if self._actor is not None else source
+        self.model = _model_of(source)
         if not hasattr(self.model, "get_output_embeddings"):
             raise ModelError(f"expected an Actor or a causal language model of transformers; got {type(source).__name__}")
         kinds = set(getattr(self.model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -80,44 +84,47 @@ class TransformersEngine(RolloutEngine):
 
     def generate(self, prompts: Prompts, sampling: SamplingParams, *, weights: Any = None) -> Rollout:
         """See `RolloutEngine.generate`. Legal in threads and inside a running event loop; concurrent calls decode as one batch."""
-        call, rows, version, total = self._submit(prompts, sampling, weights)
-        with tqdm(total=total, desc="generate", unit="response", delay=2.0, leave=False, disable=not self.progress) as bar:
-            call.on_response = bar.update
-            self._decoder.submit(call)
+        call, rows, version = self._submit(prompts, sampling, weights)
+        with tqdm(total=len(call.responses), desc="generate", unit="response", delay=2.0, leave=False, disable=not self.progress) as bar:
             try:
-                responses = call.future.result()
+                while not call.future.done():
+                    wait([call.future], timeout=PROGRESS_SECONDS)
+                    bar.update(call.finished - bar.n)
             except BaseException:
                 call.future.cancel()
+                wait([call.future], timeout=LEAVE_SECONDS)  # until its rows are gone and the model is as it was
                 raise
-        return self._rollout(call, rows, version, responses)
+        return self._rollout(call, rows, version)
 
     async def agenerate(self, prompts: Prompts, sampling: SamplingParams, *, weights: Any = None) -> Rollout:
         """`generate` for a coroutine: many of them share the running batch, and cancelling one frees its rows."""
-        call, rows, version, _ = self._submit(prompts, sampling, weights)
-        self._decoder.submit(call)
-        responses = await asyncio.wrap_future(call.future)
-        return self._rollout(call, rows, version, responses)
+        call, rows, version = self._submit(prompts, sampling, weights)
+        await asyncio.wrap_future(call.future)
+        return self._rollout(call, rows, version)
 
     def update_weights(self, source: Any) -> None:
         """Copy the weights of `source` (an Actor or a model with the same parameters) into the engine's model.
 
         Raises:
             ModelError: names or shapes of the parameters differ.
-            EngineError: rows are being generated.
+            EngineError: responses are being generated, or the engine samples from another Actor.
         """
-        if self._decoder.busy:
-            raise EngineError("weights cannot change while responses are being generated; wait for the running calls")
-        model = getattr(source, "model", source)
-        if model is not self.model:
+        model = _model_of(source)
+        version = int(getattr(source, "weight_version", self._version + 1))
+        if model is self.model:
+            self._version = version
+            return
+        if self._actor is not None:
+            raise EngineError("the engine shares its weights with the Actor it was made of; make a TransformersEngine for each Actor")
+        with self._decoder.idle(), torch.no_grad():
             own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
             different = sorted(name for name in own.keys() | theirs.keys() if name not in own or name not in theirs)
             different += sorted(name for name in own.keys() & theirs.keys() if own[name].shape != theirs[name].shape)
             if different:
                 raise ModelError(f"the weights do not fit this engine's model; {len(different)} names or shapes differ, first {different[0]!r}")
-            with torch.no_grad():
-                for name, parameter in own.items():
-                    parameter.copy_(theirs[name])
-        self._version = int(getattr(source, "weight_version", self._version + 1))
+            for name, parameter in own.items():
+                parameter.copy_(theirs[name])
+            self._version = version
 
     def close(self) -> None:
         """Refuse further calls; the model stays with whoever made it."""
@@ -125,19 +132,22 @@ class TransformersEngine(RolloutEngine):
 
     # ---------------------------------------------------------------- pieces of a call
 
-    def _submit(self, prompts: Prompts, sampling: SamplingParams, weights: Any) -> tuple[Call, list[dict[str, Any]], int, int]:
+    def _submit(self, prompts: Prompts, sampling: SamplingParams, weights: Any) -> tuple[Call, list[dict[str, Any]], int]:
+        """The call, under way; the dataset row of each prompt; the version of the weights that answer it."""
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
-        if weights is not None and getattr(weights, "model", weights) is not self.model:
-            self.sync(weights)
         encoded = encode_prompts(prompts, self.tokenizer)
         ids = [entry[0] for entry in encoded]
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**62, (1,), generator=self._seeds))
-        stop_ids = tuple(dict.fromkeys((*end_token_ids(self.model, self.tokenizer), *sampling.stop_token_ids)))  # type: ignore[arg-type]
+        stop_ids = frozenset((*end_token_ids(self.model, self.tokenizer), *sampling.stop_token_ids))
         if sampling.stop and self.tokenizer is None:
-            raise RolloutError("stop strings need a tokenizer; pass one to the engine or use stop_token_ids")
+            raise RolloutError("stop strings need a tokenizer, and this engine has none; pass one to the engine or use stop_token_ids")
         call = Call(ids, sampling, self._limits(ids, sampling), seed, stop_ids)
-        return call, [entry[1] for entry in encoded], self.weight_version, len(ids) * sampling.n
+        if weights is not None:
+            self.sync(weights)
+        version = self.weight_version
+        self._decoder.submit(call)
+        return call, [entry[1] for entry in encoded], version
 
     def _limits(self, ids: list[torch.Tensor], sampling: SamplingParams) -> list[int]:
         """Most new tokens of each prompt: what was asked for, cut where the model's positions end."""
@@ -168,7 +178,13 @@ class TransformersEngine(RolloutEngine):
             )
         return limits
 
-    def _rollout(self, call: Call, rows: list[dict[str, Any]], version: int, responses: list[Response]) -> Rollout:
+    def _rollout(self, call: Call, rows: list[dict[str, Any]], version: int) -> Rollout:
+        responses = call.future.result()
+        if self.weight_version != version:
+            raise EngineError(
+                f"the weights went from version {version} to {self.weight_version} while these responses were generated, which makes them "
+                "samples of neither; finish generating before the next update"
+            )
         n = call.sampling.n
         return Rollout.build(
             [prompt for prompt in call.prompts for _ in range(n)],
@@ -187,4 +203,10 @@ class TransformersEngine(RolloutEngine):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def __repr__(self) -> str:
-        return f"TransformersEngine({type(self.model).__name__}, weights {'shared with the actor' if self._actor else 'its own'}, version {self.weight_version})"
+        weights = "shared with the actor" if self._actor is not None else "its own"
+        return f"TransformersEngine({type(self.model).__name__}, weights {weights}, version {self.weight_version})"
+
+
+def _model_of(source: Any) -> Any:
+    """The model of an Actor; a model itself as it is (transformers' models have a `model` of their own)."""
+    return source.model if hasattr(source, "weight_version") else source

@@ -138,65 +138,65 @@ def collate(rollout: Rollout, packs: Sequence[Pack], *, layout: str = "shared", 
         last_token: the hidden state after each response's last token is needed too.
     """
     in_one_line = layout == "packed"
-    width = sum(pack.length for pack in packs) if in_one_line else max(pack.length for pack in packs)
-    lines = 1 if in_one_line else len(packs)
-    input_ids = torch.zeros(lines, width, dtype=torch.int64)
-    position_ids = torch.zeros(lines, width, dtype=torch.int64)
-    # 0 for the prompt, 1.. for the responses behind it, -1 for padding, which sees only itself
-    segment = torch.full((lines, width), -1, dtype=torch.int64)
-    shares = any(len(pack.rows) > 1 for pack in packs)
+    pack_lengths = torch.tensor([pack.length for pack in packs])
+    width = int(pack_lengths.sum() if in_one_line else pack_lengths.max())
+    # where each pack begins in the flattened [N·L]
+    begins = pack_lengths.cumsum(0) - pack_lengths if in_one_line else torch.arange(len(packs)) * width
+    counts = torch.tensor([len(pack.rows) for pack in packs])
+    rows = torch.tensor([row for pack in packs for row in pack.rows])
+    prompts = [rollout.prompt_ids[pack.rows[0]] for pack in packs]
+    prompt_lengths = torch.tensor([len(ids) for ids in prompts])
 
-    predicting: list[Tensor] = []
-    rows: list[Tensor] = []
-    columns: list[Tensor] = []
-    last: list[int] = []
-    last_rows: list[int] = []
-    offset = 0
-    for n, pack in enumerate(packs):
-        line, start = (0, offset) if in_one_line else (n, 0)
-        flat = line * width + start
-        prompt = rollout.prompt_ids[pack.rows[0]]
-        size = len(prompt)
-        input_ids[line, start : start + size] = prompt
-        position_ids[line, start : start + size] = torch.arange(size)
-        segment[line, start : start + size] = 0
-        cursor = size
-        for k, row in enumerate(pack.rows):
-            length = int(rollout.lengths[row])
-            fed = length if last_token else length - 1
-            begin = start + cursor
-            input_ids[line, begin : begin + fed] = rollout.response_ids[row, :fed]
-            position_ids[line, begin : begin + fed] = torch.arange(size, size + fed)
-            segment[line, begin : begin + fed] = k + 1
-            column = rollout.response_mask[row, :length].nonzero().squeeze(1)
-            # token 0 is predicted at the prompt's end, which the responses of a pack share; token j at token j - 1
-            predicting.append(torch.where(column == 0, flat + size - 1, flat + cursor + column - 1))
-            rows.append(torch.full_like(column, row))
-            columns.append(column)
-            if last_token:
-                last.append(flat + cursor + length - 1 if length else flat + size - 1)
-                last_rows.append(row)
-            cursor += fed
-        offset += pack.length
+    lengths = rollout.lengths[rows]
+    fed = lengths if last_token else lengths - 1
+    # a row's response begins behind the prompt and the responses before it in the same pack
+    before = fed.cumsum(0) - fed
+    first = counts.cumsum(0) - counts
+    size = prompt_lengths.repeat_interleave(counts)
+    start = begins.repeat_interleave(counts) + size + before - before[first].repeat_interleave(counts)
+    at_prompt_end = begins.repeat_interleave(counts) + size - 1
 
-    row, column = torch.cat(rows), torch.cat(columns)
+    tokens = width * (1 if in_one_line else len(packs))
+    input_ids = torch.zeros(tokens, dtype=torch.int64)
+    position_ids = torch.zeros(tokens, dtype=torch.int64)
+    # 0 for the prompt, 1.. for the responses behind it, -1 for padding, which nobody sees
+    segment = torch.full((tokens,), -1, dtype=torch.int64)
+    of_prompt, index = _ragged(prompt_lengths)
+    place = begins[of_prompt] + index
+    input_ids[place], position_ids[place], segment[place] = torch.cat(prompts), index, 0
+    of_row, index = _ragged(fed)
+    place = start[of_row] + index
+    input_ids[place], position_ids[place] = rollout.response_ids[rows[of_row], index], size[of_row] + index
+    segment[place] = (torch.arange(len(rows)) - first.repeat_interleave(counts) + 1)[of_row]
+
+    counted = rollout.response_mask[rows] & (torch.arange(rollout.response_ids.shape[1]) < lengths[:, None])
+    of_row, column = counted.nonzero(as_tuple=True)
+    row = rows[of_row]
     temperature = rollout.temperature[row]
+    shape = (1 if in_one_line else len(packs), width)
     return PackedBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        mask=_shared_prompt_mask(segment) if shares else None,
-        predicting=torch.cat(predicting),
+        input_ids=input_ids.view(shape),
+        position_ids=position_ids.view(shape),
+        mask=_shared_prompt_mask(segment.view(shape)) if int(counts.max()) > 1 else None,
+        # token 0 is predicted at the prompt's end, which the responses of a pack share; token j at token j - 1
+        predicting=torch.where(column == 0, at_prompt_end[of_row], start[of_row] + column - 1),
         targets=rollout.response_ids[row, column],
         temperature=torch.where(temperature > 0, temperature, torch.ones(())),
         rows=row,
         columns=column,
-        last=torch.tensor(last, dtype=torch.int64),
-        last_rows=torch.tensor(last_rows, dtype=torch.int64),
+        last=torch.where(lengths > 0, start + lengths - 1, at_prompt_end) if last_token else torch.empty(0, dtype=torch.int64),
+        last_rows=rows if last_token else torch.empty(0, dtype=torch.int64),
     )
 
 
+def _ragged(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """For each token of rows with these lengths: the row it belongs to, and its index there."""
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return row, torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
+
+
 def _shared_prompt_mask(segment: Tensor) -> Tensor:
-    """bool [N, L, L]: each token sees the prompt and the earlier tokens of its own response; padding sees itself."""
+    """bool [N, L, L]: each token sees the prompt and the earlier tokens of its own response; padding is seen by itself only."""
     width = segment.shape[1]
     query, key = segment[:, :, None], segment[:, None, :]
     causal = torch.ones(width, width, dtype=torch.bool).tril()

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf.errors import ModelError, RLHFWarning
-from rlhf.models import LogitHead, ScalarHead, attention_masks, backbone_of, base_model, evaluating, find_head, text_config
+from rlhf.models import (
+    LogitHead,
+    ScalarHead,
+    at_least_float32,
+    attention_masks,
+    backbone_of,
+    base_model,
+    evaluating,
+    find_head,
+    text_config,
+)
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring.layout import PackedBatch, collate, plan_micro_batches
 
@@ -32,13 +42,13 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         scaled = logits / temperature[:, None]
-        top = scaled.amax(-1, keepdim=True)
-        weights = (scaled - top).exp_()
+        scaled.sub_(scaled.amax(-1, keepdim=True))
+        weights = scaled.exp()
         total = weights.sum(-1)
-        log_total = total.log() + top.squeeze(-1)
-        mean = torch.einsum("cv,cv->c", weights, scaled) / total
+        log_total = total.log()
         logprobs = scaled.gather(-1, targets[:, None]).squeeze(-1) - log_total
-        entropy = log_total - mean
+        # sum() adds pairwise; a dot product of V terms would lose three digits
+        entropy = log_total - weights.mul_(scaled).sum(-1) / total
         ctx.save_for_backward(scaled, log_total, entropy, targets, temperature)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -55,12 +65,15 @@ class _TokenStatistics(torch.autograd.Function):
         if entropy_grad is None:
             gradient = probabilities.mul_(-factor[:, None])
         else:  # dH/dz = -p (log p + H)
-            gradient = probabilities.mul_(-(factor[:, None] + entropy_grad[:, None] * centred.add_(entropy[:, None])))
+            centred.add_(entropy[:, None]).mul_(entropy_grad[:, None]).add_(factor[:, None])
+            gradient = probabilities.mul_(centred).neg_()
         gradient.scatter_add_(-1, targets[:, None], factor[:, None])
         return gradient.div_(temperature[:, None]), None, None
 
 
-def token_statistics(head: LogitHead, hidden: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def token_statistics(
+    head: LogitHead, hidden: Tensor, targets: Tensor, temperature: Tensor, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, without ever holding logits [M, V].
 
     Args:
@@ -73,7 +86,7 @@ def token_statistics(head: LogitHead, hidden: Tensor, targets: Tensor, temperatu
     Returns:
         logprobs, entropy: both [M] (float32, float64 in a float64 model), both differentiable.
     """
-    temperature = temperature.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    temperature = temperature.to(at_least_float32(hidden.dtype))
     if chunk is None:
         vocabulary = head.module.weight.shape[0] if hasattr(head.module, "weight") else 2**15
         chunk = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // int(vocabulary))
@@ -131,12 +144,15 @@ class PackedBackbone(nn.Module):
         probe = _probe_rollout(self.model)
         with torch.no_grad(), evaluating(self):
             expected = [
-                backbone_of(self.model)(input_ids=torch.cat([probe.prompt_ids[i], probe.response_ids[i, :2]])[None].to(self.device), use_cache=False)
-                .last_hidden_state[0, len(probe.prompt_ids[i]) - 1 :]
+                backbone_of(self.model)(
+                    input_ids=torch.cat([probe.prompt_ids[i], probe.response_ids[i, :2]])[None].to(self.device), use_cache=False
+                ).last_hidden_state[0, len(probe.prompt_ids[i]) - 1 :]
                 for i in range(2)
             ]
             want = torch.cat(expected).float()
-            tolerance = (1e-3 if want.abs().max() < 1e3 and expected[0].dtype != torch.bfloat16 else 5e-2) * max(1.0, float(want.abs().max()))
+            tolerance = (1e-3 if want.abs().max() < 1e3 and expected[0].dtype != torch.bfloat16 else 5e-2) * max(
+                1.0, float(want.abs().max())
+            )
             try:
                 got = self._probe(probe)
             except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError):
@@ -178,6 +194,8 @@ class ScoringModule(PackedBackbone):
         fp32_head: compute the head's product in float32 whatever the dtype of the weights.
     """
 
+    head: LogitHead | None
+
     def __init__(self, model: Any, *, fp32_head: bool = False) -> None:
         super().__init__(model)
         self.head = find_head(model, float32=fp32_head)
@@ -197,8 +215,9 @@ class ScoringModule(PackedBackbone):
     ) -> tuple[Tensor, Tensor]:
         attention_mask = self._mask(mask, position_ids)
         output = base_model(self.model)(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
-        logits = output.logits.flatten(0, 1).index_select(0, predicting).float()
-        return _TokenStatistics.apply(logits, targets, temperature)  # type: ignore[return-value]
+        logits = output.logits.flatten(0, 1).index_select(0, predicting)
+        logits = logits.to(at_least_float32(logits.dtype))
+        return _TokenStatistics.apply(logits, targets, temperature.to(logits.dtype))  # type: ignore[return-value]
 
 
 class ValueModule(PackedBackbone):
@@ -209,11 +228,13 @@ class ValueModule(PackedBackbone):
         head: maps hidden states to values; a new one that starts at 0 if None.
     """
 
+    head: ScalarHead
+
     def __init__(self, model: Any, head: ScalarHead | None = None) -> None:
         super().__init__(model)
         if not hasattr(base_model(model), "get_output_embeddings"):
             raise ModelError(f"a critic needs a transformers model; got {type(model).__name__}")
-        self.head = head if head is not None else ScalarHead(self.hidden_size, device=self.device)
+        self.head = head if head is not None else ScalarHead(self.hidden_size, device=self.device, dtype=at_least_float32(self.dtype))
         self.settle_layout()
 
     def forward(

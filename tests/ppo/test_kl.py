@@ -94,8 +94,8 @@ def test_k3_is_finite_and_still_pulls_back_where_the_policy_has_left_the_referen
     kl = kl_estimate(logprobs, torch.zeros(1, 1), "k3")
     kl.sum().backward()
     assert kl.isfinite().all()
-    assert float(kl) > 1e8
-    assert float(logprobs.grad) < -1e8  # descent raises the log-probability
+    assert kl.item() > 1e8
+    assert logprobs.grad.item() < -1e8  # descent raises the log-probability
 
 
 def test_k3_keeps_the_digits_of_a_small_difference():
@@ -131,7 +131,15 @@ def test_the_mean_goes_over_tokens_then_over_rows_that_have_any():
 def test_the_adaptive_coefficient_follows_its_formula():
     controller = AdaptiveKL(0.001, target=0.1, horizon=10_000)
     updates = [(0.05, 1024), (0.2, 1024), (0.1, 1024), (10.0, 1024), (-1.0, 1024), (0.0, 512), (0.11, 256)]
-    expected = [0.00097952, 0.0009995805696, 0.0009995805696, 0.0010200519796654, 0.0009991613151219, 0.0009889299032550, 0.0009914615638073]
+    expected = [
+        0.00097952,
+        0.0009995805696,
+        0.0009995805696,
+        0.0010200519796654,
+        0.0009991613151219,
+        0.0009889299032550,
+        0.0009914615638073,
+    ]
     for (kl, rows), coef in zip(updates, expected, strict=True):
         controller.update(kl, rows)
         assert controller.coef == pytest.approx(coef, rel=1e-12)
@@ -218,7 +226,11 @@ def test_a_controller_of_ones_own_will_do():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3)), ShapeError, r"ref_logprobs must be \(1, 2\) like logprobs; got \(1, 3\)"),
+        (
+            lambda: kl_estimate(torch.zeros(1, 2), torch.zeros(1, 3)),
+            ShapeError,
+            r"ref_logprobs must be \(1, 2\) like logprobs; got \(1, 3\)",
+        ),
         (lambda: kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), mask=torch.ones(1, 2)), ShapeError, "mask must be bool"),
         (lambda: kl_mean(torch.zeros(1, 2), torch.ones(1, 3).bool()), ShapeError, "mask must be"),
         (lambda: kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "low_var_kl"), ConfigError, "did you mean 'k3'"),

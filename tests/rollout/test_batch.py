@@ -274,6 +274,19 @@ def test_a_stop_string_in_the_ids_is_in_the_text_too(bpe: Any) -> None:
     assert rollout.response_ids[0].tolist() == ids
 
 
+def test_spaces_before_punctuation_are_shown_as_the_policy_wrote_them() -> None:
+    class Tidying(CharCodec):
+        """Cleans up unless told not to, as tokenizers of word pieces do."""
+
+        def decode(self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = True) -> str:
+            text = super().decode(ids, skip_special_tokens)
+            return text.replace(" .", ".") if clean_up_tokenization_spaces else text
+
+    codec = Tidying()
+    assert codec.decode(codec.encode("a .")) == "a."
+    assert Rollout.build([[5]], [codec.encode("a .")], tokenizer=codec).texts == ["a ."]
+
+
 def test_given_texts_are_kept_and_only_the_missing_ones_decoded(bpe: Any) -> None:
     rollout = Rollout.build([[5]], [bpe("a").input_ids], tokenizer=bpe, texts=["as the engine said"])
     assert rollout.texts == ["as the engine said"]
