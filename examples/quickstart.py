@@ -5,6 +5,7 @@ descending), so that it sorts ascending about half of the time. PPO with a criti
 always, by a verifiable reward alone: 1 if the answer is the digits in ascending order, else 0.
 
     python examples/quickstart.py --seed 0 --out .
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/quickstart.py
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def make_rows(count: int, seed: int, leave_out: frozenset[str] = frozenset()) ->
     return list(rows.values())
 
 
-def fine_tune(prompts: rlhf.PromptDataset, seed: int, progress: bool) -> rlhf.Actor:
+def fine_tune(prompts: rlhf.PromptDataset, seed: int, progress: bool, parallel: Any = None) -> rlhf.Actor:
     """The start: a policy that sorts, copies or reverses, in the proportions it was shown."""
     steps, warmup, batch_size = 300, 50, 64
     rng = random.Random(seed + 1)
@@ -85,6 +86,7 @@ def fine_tune(prompts: rlhf.PromptDataset, seed: int, progress: bool) -> rlhf.Ac
     actor = rlhf.Actor(
         make_model(seed),
         prompts.tokenizer,
+        parallel=parallel,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
     )
@@ -93,18 +95,18 @@ def fine_tune(prompts: rlhf.PromptDataset, seed: int, progress: bool) -> rlhf.Ac
     return actor
 
 
-def new_actor(start: rlhf.Actor, seed: int) -> rlhf.Actor:
+def new_actor(start: rlhf.Actor, seed: int, parallel: Any) -> rlhf.Actor:
     """A policy that begins as `start` and leaves it alone."""
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)  # noqa: E731
-    return rlhf.Actor(copy.deepcopy(start.model), start.tokenizer, optimizer=adamw, seed=seed)
+    return rlhf.Actor(copy.deepcopy(start.model), start.tokenizer, optimizer=adamw, seed=seed, parallel=parallel)
 
 
 def run_ppo(
-    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, sign: float = 1.0, **options: Any
+    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, *, sign: float = 1.0, parallel: Any = None, **options: Any
 ) -> tuple[rlhf.Actor, rlhf.OnPolicyLoop]:
     """256 prompts a step, one answer each, a critic; 40 steps."""
-    actor = new_actor(start, seed)
-    critic = rlhf.Critic(copy.deepcopy(start.model), lr=1e-3, seed=seed)
+    actor = new_actor(start, seed, parallel)
+    critic = rlhf.Critic(copy.deepcopy(start.model), lr=1e-3, seed=seed, parallel=parallel)
     estimator = rlhf.GAE(gamma=1.0, lam=0.95)
     loop = rlhf.OnPolicyLoop(
         engine=rlhf.TransformersEngine(actor, seed=seed),
@@ -126,10 +128,10 @@ def run_ppo(
 
 
 def run_grpo(
-    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, sign: float = 1.0, **options: Any
+    start: rlhf.Actor, prompts: rlhf.PromptDataset, seed: int, *, sign: float = 1.0, parallel: Any = None, **options: Any
 ) -> tuple[rlhf.Actor, rlhf.OnPolicyLoop]:
     """32 prompts a step, eight answers each, no critic and no KL; 50 steps."""
-    actor = new_actor(start, seed)
+    actor = new_actor(start, seed, parallel)
     estimator = rlhf.GRPO()
     loop = rlhf.OnPolicyLoop(
         engine=rlhf.TransformersEngine(actor, seed=seed),
@@ -204,23 +206,29 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     unseen = make_rows(1000, seed=10_000)
     held_out = rlhf.PromptDataset(unseen, tokenizer)
     prompts = rlhf.PromptDataset(make_rows(20_000, options.seed, leave_out=frozenset(row["prompt"][:-1] for row in unseen)), tokenizer)
-    start = fine_tune(prompts, options.seed, progress=not options.quiet)
+    parallel = rlhf.make_accelerator()
+    main_process = parallel.is_main_process
+    progress = main_process and not options.quiet
+    start = fine_tune(prompts, options.seed, progress, parallel)
     results = {"start": measure(start, start, held_out) | {"seconds": time.perf_counter() - begin}}
     loops = {}
     evaluation = rlhf.EvalSet(held_out[:200], sampling=rlhf.SamplingParams(temperature=0.0, max_new_tokens=8))
     for name, train in (("PPO", run_ppo), ("GRPO", run_grpo)):
-        print(f"\n{name}")
+        if main_process:
+            print(f"\n{name}")
         clock = time.perf_counter()
         actor, loops[name] = train(
-            start, prompts, options.seed, progress=not options.quiet, evals={"held out": evaluation}, eval_every=5
+            start, prompts, options.seed, parallel=parallel, progress=progress, evals={"held out": evaluation}, eval_every=5
         )
         seconds = time.perf_counter() - clock
         results[name.lower()] = measure(actor, start, held_out) | {"seconds": seconds}
 
+    summary = {**results, "seed": options.seed, "processes": parallel.num_processes, "seconds": time.perf_counter() - begin}
+    if not main_process:
+        return summary
     print(f"\n{'':6} {'greedy':>8} {'sampled':>8} {'KL':>8} {'seconds':>8}   (1,000 held-out inputs)")
     for name, result in results.items():
         print(f"{name:6} {result['greedy']:8.3f} {result['sampled']:8.3f} {result['kl']:8.4f} {result['seconds']:8.1f}")
-    summary = {**results, "seed": options.seed, "seconds": time.perf_counter() - begin}
     plot(loops, options.out / "quickstart.png")
     (options.out / "quickstart.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nwrote {options.out / 'quickstart.png'} and {options.out / 'quickstart.json'} after {summary['seconds']:.0f} seconds")

@@ -25,7 +25,9 @@ _HOMES = {
         "StaleRolloutError",
     ),
     "rlhf.parallel": ("make_accelerator",),
-    "rlhf.models": ("LoRA", "load_causal_lm", "load_tokenizer"),
+    "rlhf.models": ("load_causal_lm", "load_tokenizer"),
+    "rlhf.adapters": ("LoRA",),
+    "rlhf.optim": ("adamw", "adamw_8bit", "cosine_decay", "linear_decay", "muon"),
     "rlhf.data": ("Prompt", "PromptDataset", "PromptLoader", "encode_prompt", "gsm8k_to_parquet", "load_gsm8k"),
     "rlhf.rollout": ("FakeEngine", "FinishReason", "Rollout", "RolloutEngine", "SamplingParams", "TransformersEngine", "Turn"),
     "rlhf.learner": ("Learner", "PolicyOutput", "ValueOutput"),
@@ -65,7 +67,7 @@ _HOMES = {
     "rlhf.loop": ("OnPolicyLoop",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS = ("data", "errors", "learner", "loop", "models", "monitor", "parallel", "ppo", "reward", "rollout", "scoring", "sft")
+_ROOMS = ("adapters", "data", "errors", "learner", "loop", "models", "monitor", "optim", "parallel", "ppo", "reward", "rollout", "scoring", "sft")
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
 
@@ -85,6 +87,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from rlhf.adapters import LoRA
     from rlhf.data import Prompt, PromptDataset, PromptLoader, encode_prompt, gsm8k_to_parquet, load_gsm8k
     from rlhf.errors import (
         ConfigError,
@@ -101,8 +104,9 @@ if TYPE_CHECKING:
     )
     from rlhf.learner import Learner, PolicyOutput, ValueOutput
     from rlhf.loop import OnPolicyLoop
-    from rlhf.models import LoRA, load_causal_lm, load_tokenizer
+    from rlhf.models import load_causal_lm, load_tokenizer
     from rlhf.monitor import EvalSet, MetricsFile, pass_at_k
+    from rlhf.optim import adamw, adamw_8bit, cosine_decay, linear_decay, muon
     from rlhf.parallel import make_accelerator
     from rlhf.ppo import (
         GAE,

@@ -9,17 +9,21 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rlhf.errors import ConfigError, RLHFWarning
-from rlhf.parallel import sum_over_processes
+from rlhf.models import base_model, experts_per_token, hidden_matrices, router_loss_coef
+from rlhf.optim import adamw
+from rlhf.parallel import gather_objects, sum_gradients, sum_over_processes
 from rlhf.rollout.batch import Rollout
+from rlhf.rollout.groups import groups_of_all
 from rlhf.scoring import Pack, PackedBackbone, PackedBatch, collate, plan_micro_batches
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 DEFAULT_LR = 1e-5
 Output = TypeVar("Output")
@@ -68,7 +72,8 @@ class Learner(ABC):
     Args:
         module: what is trained; `module(...)` is called with the tensors of a `PackedBatch`.
         lr: learning rate of the default optimiser; `DEFAULT_LR` if None.
-        optimizer: factory `parameters -> torch.optim.Optimizer`; AdamW (betas .9/.999, eps 1e-8, no weight decay) if None.
+        optimizer: factory `parameters -> torch.optim.Optimizer`, or one of `rlhf.optim`; AdamW (betas .9/.999, eps 1e-8, no weight decay)
+            if None. A factory with a true attribute `splits_matrices` is called with two lists, hidden matrices and the rest.
         scheduler: factory `optimizer -> LRScheduler`, stepped once per optimiser step; a constant rate if None.
         max_grad_norm: gradients are scaled down to this norm.
         micro_batch_tokens: most tokens of one forward pass, padding included; a longer single sequence still goes through. None
@@ -77,6 +82,8 @@ class Learner(ABC):
         master_weights: keep float32 copies of bfloat16 weights for the optimiser; without them small steps are rounded away.
         seed: of the shuffling in `update`.
         parallel: an `accelerate.Accelerator` from `rlhf.parallel.make_accelerator`.
+        router_loss_coef: weight of the load-balancing loss of a mixture of experts, which is added to every loss; None takes what the
+            model's config asks for (`router_aux_loss_coef` if `output_router_logits`), and 0 for models without experts.
 
     Attributes:
         weight_version: optimiser steps that changed the weights so far.
@@ -99,6 +106,7 @@ class Learner(ABC):
         master_weights: bool = True,
         seed: int = 0,
         parallel: Any = None,
+        router_loss_coef: float | None = None,
     ) -> None:
         if optimizer is not None and lr is not None:
             raise ConfigError("lr and optimizer were both given; the factory sets its own rate: leave lr out")
@@ -109,6 +117,7 @@ class Learner(ABC):
         if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise ConfigError(f"micro_batch_tokens must be at least 1; got {micro_batch_tokens}")
         self.module = module
+        self.router_loss_coef = _router_loss_coef(module.model, router_loss_coef)
         self.max_grad_norm = max_grad_norm
         self.micro_batch_tokens = micro_batch_tokens or default_micro_batch_tokens(module.device)
         self.weight_version = 0
@@ -118,21 +127,42 @@ class Learner(ABC):
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         module.train()
         self._prepared = module if parallel is None else parallel.prepare(module)
+        if hasattr(self._prepared, "broadcast_buffers"):
+            self._prepared.broadcast_buffers = False  # DDP would wait in each forward pass for processes that have none to make
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not self._trained:
             raise ConfigError("no parameter requires a gradient: there is nothing to train")
         self._masters = _MasterWeights(self._trained) if master_weights and any(map(_is_short, self._trained)) else None
         self._optimized = self._masters.parameters if self._masters else self._trained
-        self.optimizer = optimizer(self._optimized) if optimizer else _adamw(self._optimized, DEFAULT_LR if lr is None else lr)
+        self.optimizer = self._make_optimizer(optimizer or adamw(DEFAULT_LR if lr is None else lr))
         self.scheduler = scheduler(self.optimizer) if scheduler else None
 
     @property
     def device(self) -> torch.device:
         return self.module.device
 
+    def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        if not getattr(factory, "splits_matrices", False):
+            return factory(self._optimized)
+        hidden = {id(parameter) for parameter in hidden_matrices(self.module)}
+        pairs = list(zip(self._trained, self._optimized, strict=True))
+        return factory([own for weight, own in pairs if id(weight) in hidden], [own for weight, own in pairs if id(weight) not in hidden])
+
+    def __repr__(self) -> str:
+        trained = sum(parameter.numel() for parameter in self._trained)
+        total = sum(parameter.numel() for parameter in self.module.parameters())
+        dtype = str(self.module.dtype).removeprefix("torch.")
+        return (
+            f"{type(self).__name__}({type(base_model(self.module.model)).__name__}, trains {trained:,} of {total:,} parameters, {dtype} on "
+            f"{self.device}, version {self.weight_version})"
+        )
+
     @abstractmethod
-    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> Any:
-        """Run the prepared module on `packed` and put its results into [b, T]."""
+    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> tuple[Any, Tensor | None]:
+        """Run the prepared module on `packed`: its results in [b, T], and the router loss where one is trained with (`_readers`)."""
+
+    def _readers(self, packed: PackedBatch) -> Tensor | None:
+        return packed.readers if self.router_loss_coef > 0 else None
 
     # ---------------------------------------------------------------- one step
 
@@ -141,6 +171,9 @@ class Learner(ABC):
 
         The weights of all micro-batches come from the counts of the whole batch, so any split gives the same gradient. When a
         micro-batch runs out of memory the budget is halved and the whole batch is done again.
+
+        The load-balancing loss of a mixture of experts is a product of two means over tokens. Each micro-batch (and process) computes it
+        of its own tokens and counts by their share of all tokens read, so a split changes it a little; in one micro-batch it is exact.
 
         Returns:
             the loss and its metrics under "<prefix>/…".
@@ -155,22 +188,30 @@ class Learner(ABC):
             raise ConfigError(
                 "loss_weights must be 0 where response_mask is False (padding, tool output); multiply them by rollout.response_mask"
             )
-        tokens = sum_over_processes(mask.sum())
-        sequences = sum_over_processes(mask.any(1).sum())
+        rows = mask.any(1)
+        tokens, sequences, read = sum_over_processes(torch.stack([mask.sum(), rows.sum(), self._tokens_read(batch.rollout, rows)])).unbind()
         if hasattr(loss, "weights"):
             weights = loss.weights(mask, tokens=tokens, sequences=sequences)
         else:
             weights = mask / tokens.clamp(min=1)
         weights = weights * batch.loss_weights
-        trained = mask.any(1).nonzero().squeeze(1)
-        if not len(trained):
-            return {f"{self.prefix}/loss": 0.0}
+        trained = rows.nonzero().squeeze(1)
+        totals = self._added_gradient(batch.select(trained), loss, weights[trained], read) if len(trained) else _Totals()
+        return {f"{self.prefix}/{name}": value for name, value in totals.over_processes().items()}
+
+    def _tokens_read(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        """How many tokens these rows (bool [B]) put through the model, as if each stood alone."""
+        prompts = torch.tensor([len(ids) for ids in rollout.prompt_ids], dtype=torch.int64)
+        read = prompts + rollout.lengths.cpu() - (0 if self.last_token else 1)
+        return read.to(rows.device)[rows].sum()
+
+    def _added_gradient(self, batch: TrainingBatch, loss: Loss, weights: Tensor, read: Tensor) -> _Totals:
+        """Add the gradient of this process's rows; after an error the gradients are those of before."""
         earlier = [parameter.grad for parameter in self._optimized]
         self.zero_grad()
-        batch, weights = batch.select(trained), weights[trained]
         done = False
         try:
-            metrics = self._within_memory(lambda: self._accumulate(batch, loss, weights), undo=self.zero_grad)
+            totals = self._within_memory(lambda: self._accumulate(batch, loss, weights, read), undo=self.zero_grad)
             done = True
         finally:
             if not done:  # a part of a gradient must not find its way into the next step
@@ -178,22 +219,31 @@ class Learner(ABC):
             for parameter, before in zip(self._optimized, earlier, strict=True):
                 if before is not None:
                     parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        return totals
 
-    def _accumulate(self, batch: TrainingBatch, loss: Loss, weights: Tensor) -> dict[str, float]:
+    def _accumulate(self, batch: TrainingBatch, loss: Loss, weights: Tensor, read: Tensor) -> _Totals:
         totals = _Totals()
         for packs, rows in self._micro_batches(batch.rollout):
             part, part_weights = batch.select(rows), weights[rows].to(self.device)
             packed = collate(part.rollout, packs, layout=self.module.layout, last_token=self.last_token).to(self.device)
-            output = self._output(packed, (len(rows), weights.shape[1]))
+            with self._own_gradients():
+                output, router_loss = self._output(packed, (len(rows), weights.shape[1]))
             if "entropy" not in getattr(loss, "needs", ()) and isinstance(output, PolicyOutput):
                 output = output._replace(entropy=output.entropy.detach())
             value, metrics = loss(output, part.to(self.device), part_weights)
-            value.backward()
+            if router_loss is not None:
+                value = value + self.router_loss_coef * router_loss * (packed.readers.sum() / read.to(self.device))
+                metrics = {**metrics, "router_loss": router_loss.detach()}
+            with self._own_gradients():
+                value.backward()
             if self._masters:
                 self._masters.collect()
             totals.add(value.detach(), metrics, count=(part_weights > 0).sum())
-        return totals.result()
+        return totals
+
+    def _own_gradients(self) -> AbstractContextManager[None]:
+        """Keep DDP from averaging: gradients are summed over processes once, in `optim_step`, whatever the number of micro-batches."""
+        return self._prepared.no_sync() if hasattr(self._prepared, "no_sync") else nullcontext()
 
     def optim_step(self) -> dict[str, float]:
         """Clip the gathered gradients, step the optimiser and the scheduler, and forget the gradients.
@@ -204,6 +254,7 @@ class Learner(ABC):
         Returns:
             "<prefix>/grad_norm" before clipping, "<prefix>/lr" and "<prefix>/skipped_steps" (0 or 1).
         """
+        sum_gradients(self._optimized)
         gradients = [parameter.grad for parameter in self._optimized if parameter.grad is not None]
         rate = float(self.optimizer.param_groups[0]["lr"])
         metrics = {f"{self.prefix}/grad_norm": 0.0, f"{self.prefix}/lr": rate, f"{self.prefix}/skipped_steps": 0.0}
@@ -240,7 +291,7 @@ class Learner(ABC):
             batch: an experience of B rows.
             loss: see `Loss`.
             epochs: passes over the batch.
-            mini_batch_size: responses (rows) per optimiser step; all of them if None. Whole groups are shuffled and a group is
+            mini_batch_size: responses (rows) per optimiser step over all processes; all of them if None. Whole groups are shuffled and a group is
                 split only where this size forces it; the last mini-batch of an epoch may be smaller and weighs by its own counts.
 
         Returns:
@@ -253,19 +304,25 @@ class Learner(ABC):
             raise ConfigError(f"epochs must be at least 1; got {epochs}")
         if not len(batch):
             raise ConfigError("the batch has no responses; expected at least one to train on. Generate some, or skip this update")
-        size = len(batch) if mini_batch_size is None else mini_batch_size
-        if not 1 <= size <= len(batch):
+        groups, own = groups_of_all(batch.rollout)
+        size = len(groups) if mini_batch_size is None else mini_batch_size
+        if not 1 <= size <= len(groups):
             raise ConfigError(
-                f"mini_batch_size must be between 1 and the {len(batch)} responses of the batch; got {size}. It counts responses, not prompts"
+                f"mini_batch_size must be between 1 and the {len(groups)} responses of the batch; got {size}. It counts responses, not "
+                "prompts, over all processes"
             )
         steps: list[dict[str, float]] = []
         for _ in range(epochs):
-            for rows in self._mini_batches(batch.rollout.group, size):
-                steps.append(self.forward_backward(batch.select(rows), loss) | self.optim_step())
+            for rows in self._mini_batches(groups, size):
+                mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
+                steps.append(self.forward_backward(batch.select(mine), loss) | self.optim_step())
         return combine_steps(steps)
 
     def _mini_batches(self, group: Tensor, size: int) -> Iterator[Tensor]:
-        """Row indices of each mini-batch: groups in random order, cut every `size` rows. One mini-batch keeps the order of the rows."""
+        """Row indices of each mini-batch: groups in random order, cut every `size` rows. One mini-batch keeps the order of the rows.
+
+        All processes draw the same order over the rows of all, so that their mini-batches are those of one process.
+        """
         if size >= len(group):
             yield torch.arange(len(group))
             return
@@ -318,6 +375,16 @@ class Learner(ABC):
         return result
 
 
+def _router_loss_coef(model: Any, asked: float | None) -> float:
+    if asked is None:
+        return router_loss_coef(model)
+    if not (math.isfinite(asked) and asked >= 0):
+        raise ConfigError(f"router_loss_coef must be a finite number of at least 0; got {asked}")
+    if asked and experts_per_token(model) is None:
+        raise ConfigError(f"router_loss_coef={asked} needs a mixture of experts; {type(base_model(model)).__name__} has no routers: leave it out")
+    return float(asked)
+
+
 def default_micro_batch_tokens(device: torch.device) -> int:
     """The token budget of a forward pass where none is given."""
     return 2048 if device.type == "cpu" else 16384
@@ -340,13 +407,13 @@ class _Totals:
     """Metrics of micro-batches on their way to one of the mini-batch: sums of losses, token-weighted means, maxima."""
 
     def __init__(self) -> None:
-        self._loss: Tensor | None = None
+        self._loss: Tensor | float = 0.0
+        self._count: Tensor | int = 0
         self._sums: dict[str, Tensor] = {}
-        self._count: Tensor | None = None
 
     def add(self, loss: Tensor, metrics: Mapping[str, Tensor], *, count: Tensor) -> None:
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._count = count if self._count is None else self._count + count
+        self._loss = self._loss + loss
+        self._count = self._count + count
         for name, value in metrics.items():
             value = torch.as_tensor(value).detach()
             if name.endswith("_max"):
@@ -354,12 +421,15 @@ class _Totals:
             else:
                 self._sums[name] = self._sums.get(name, 0) + value * count
 
-    def result(self) -> dict[str, float]:
-        assert self._loss is not None
-        assert self._count is not None
-        count = self._count.clamp(min=1)
-        means = {name: float(value if name.endswith("_max") else value / count) for name, value in self._sums.items()}
-        return {"loss": float(self._loss)} | means
+    def over_processes(self) -> dict[str, float]:
+        """Floats, once a mini-batch: the loss and its metrics over the rows of all processes."""
+        parts = gather_objects((float(self._loss), int(self._count), {name: float(value) for name, value in self._sums.items()}))
+        count = max(1, sum(part[1] for part in parts))
+        result = {"loss": sum(part[0] for part in parts)}
+        for name in dict.fromkeys(name for part in parts for name in part[2]):
+            values = [part[2][name] for part in parts if name in part[2]]
+            result[name] = max(values) if name.endswith("_max") else sum(values) / count
+        return result
 
 
 class _MasterWeights:
@@ -384,7 +454,3 @@ class _MasterWeights:
 
 def _is_short(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True)

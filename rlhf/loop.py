@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 
 from rlhf.errors import ConfigError
 from rlhf.learner import Loss
-from rlhf.monitor import EvalSet, MetricsFile
-from rlhf.parallel import is_main_process
+from rlhf.monitor import EvalSet, MetricsFile, combine_processes
+from rlhf.parallel import gather_objects, is_main_process
 from rlhf.ppo import Actor, Critic, KLPenalty, PolicyLoss, ValueLoss, make_experience
 from rlhf.ppo.experience import Correction, Estimator, ScoresTokens
 from rlhf.reward.rewards import Rewards
@@ -133,7 +133,7 @@ class OnPolicyLoop:
         if hasattr(self.loader, "update"):
             self.loader.update(rollout, rewards)
         self.steps += 1
-        metrics |= clock.metrics()
+        metrics = combine_processes(metrics | clock.metrics())
         metrics["throughput/tokens_per_second"] = metrics["rollout/response_tokens"] / max(metrics["time/step"], 1e-9)
         return metrics
 
@@ -171,12 +171,13 @@ class OnPolicyLoop:
         bar.update()
 
     def _say_units(self, batch: list[Any]) -> None:
+        prompts = sum(gather_objects(len(batch)))
         if not self.progress or not is_main_process():
             return
-        responses = len(batch) * self.sampling.n
+        responses = prompts * self.sampling.n
         size = self.mini_batch_size or responses
         tqdm.write(
-            f"a step: {len(batch)} prompts × {self.sampling.n} = {responses} responses; mini-batches of {size} responses, "
+            f"a step: {prompts} prompts × {self.sampling.n} = {responses} responses; mini-batches of {size} responses, "
             f"{self.epochs * -(-responses // size)} optimiser steps"
         )
 

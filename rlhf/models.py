@@ -6,6 +6,7 @@ Legend: B rows, L tokens of a forward pass, H hidden, V vocabulary.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf.errors import ConfigError, ModelError, RLHFWarning, missing_dependency
+from rlhf.errors import ConfigError, MissingDependencyError, ModelError, RLHFWarning, missing_dependency
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -31,8 +32,17 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r} (float16 would need loss scaling: use bfloat16)")
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer stored at `path` (a folder or a hub name), as it was saved.
+def gguf_parts(path: str | Path, gguf_file: str | None = None) -> tuple[str, str | None]:
+    """Folder (or hub name) and file of a model in GGUF; (path, None) of any other."""
+    if gguf_file is None and str(path).endswith(".gguf"):
+        path, gguf_file = Path(path).parent, Path(path).name
+    if gguf_file is not None and importlib.util.find_spec("gguf") is None:
+        raise missing_dependency("gguf", "gguf", f"reading {gguf_file}")
+    return str(path), gguf_file
+
+
+def load_tokenizer(path: str | Path, *, gguf_file: str | None = None) -> Any:
+    """The tokenizer stored at `path` (a folder, a hub name or a .gguf file), as it was saved.
 
     transformers 5 replaces a generic tokenizer by the class of the model beside it (a word-level tokenizer next to a qwen2 config
     comes back as `Qwen2Tokenizer` and encodes everything to nothing), so a generic one is loaded by its own class.
@@ -43,10 +53,15 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+    folder, gguf_file = gguf_parts(path, gguf_file)
+    stored = None
     try:
-        stored = get_tokenizer_config(str(path)).get("tokenizer_class")
-        generic = stored in {"TokenizersBackend", "PreTrainedTokenizerFast"}
-        tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(str(path))
+        if gguf_file is not None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+        else:
+            stored = get_tokenizer_config(folder).get("tokenizer_class")
+            generic = stored in {"TokenizersBackend", "PreTrainedTokenizerFast"}
+            tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no tokenizer can be loaded from {str(path)!r}: {error}; pass tokenizer= or save one beside the model") from error
     words = [token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens]
@@ -58,15 +73,31 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def load_causal_lm(path: str | Path, *, dtype: str | torch.dtype = "float32", attn_implementation: str | None = None, **kwargs: Any) -> Any:
-    """A causal language model from a folder or hub name, in `dtype`, without dropout.
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "float32",
+    attn_implementation: str | None = None,
+    gguf_file: str | None = None,
+    quantization: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A causal language model from a folder, hub name or GGUF file, in `dtype`, without dropout.
 
     Args:
-        path: folder with safetensors, or a hub name. Code that lies beside the weights is never run.
-        dtype: of the weights.
+        path: folder with safetensors, a hub name, or a .gguf file. Code that lies beside the weights is never run.
+        dtype: of the weights. Those of a GGUF file are unpacked to it.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ...; transformers' choice if None.
+        gguf_file: name of the GGUF file in the folder or repository `path`.
+        quantization: a quantization config of transformers (`BitsAndBytesConfig` for QLoRA); such weights take an adapter and cannot be
+            trained themselves.
         kwargs: passed on to `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ModelError: nothing can be loaded.
+        MissingDependencyError: the package that reads GGUF or runs the quantization is not installed.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
 
     if kwargs.pop("trust_remote_code", False):
@@ -74,55 +105,45 @@ def load_causal_lm(path: str | Path, *, dtype: str | torch.dtype = "float32", at
     options: dict[str, Any] = {"dtype": as_dtype(dtype), **kwargs}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    folder, gguf_file = gguf_parts(path, gguf_file)
+    if gguf_file is not None:
+        if quantization is not None:
+            raise ConfigError("the weights of a GGUF file are unpacked and cannot be quantised on the way; leave quantization out")
+        options["gguf_file"] = gguf_file
+        if hasattr(transformers, "GgufConfig"):  # without it the weights stay in their blocks, which nothing can train
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    elif quantization is not None:
+        options["quantization_config"] = quantization
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except ImportError as error:
+        if quantization is None:
+            raise
+        raise MissingDependencyError(
+            f"quantization={type(quantization).__name__} needs a package that is not installed: {error}; for BitsAndBytesConfig run "
+            "pip install 'rlhf[bitsandbytes]'"
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"no causal language model can be loaded from {str(path)!r}: {error}") from error
+    if gguf_file is not None:
+        model.config.name_or_path = str(Path(folder) / gguf_file)  # where an adapter finds its base again
     return without_dropout(model)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout probability of `model` to 0 in place: a ratio of two forward passes must not be noise.
+    """Set every dropout probability (and the jitter of routers) of `model` to 0 in place: a ratio of two forward passes must not be noise.
 
     Gradient checkpointing needs train mode, so eval mode is no way to switch dropout off.
     """
     configs = [getattr(model, "config", None), getattr(getattr(model, "config", None), "text_config", None)]
     for owner in [*filter(None, configs), *model.modules()]:
         for name, value in list(vars(owner).items()):
-            if "drop" in name and isinstance(value, float):  # dropout, attn_pdrop, layerdrop
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):  # dropout, attn_pdrop, layerdrop, router_jitter_noise
                 setattr(owner, name, 0.0)
     for module in model.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)):
             module.p = 0.0
     return model
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Low-rank adapters on the linear layers of a model (Hu et al. 2021, arXiv:2106.09685), trained instead of its weights.
-
-    Attributes:
-        rank: of the update.
-        alpha: the update is scaled by alpha / rank; 2 × rank if None.
-        target_modules: names of the layers, or "all-linear".
-    """
-
-    rank: int = 32
-    alpha: float | None = None
-    target_modules: str | tuple[str, ...] = "all-linear"
-
-
-def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
-    """Wrap `model` in a `peft.PeftModel` whose adapter alone is trained; `lora` is a `LoRA` or any `peft.LoraConfig`."""
-    try:
-        import peft
-    except ImportError as error:
-        raise missing_dependency("peft", "dev", "LoRA") from error
-    if isinstance(lora, LoRA):
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
-        lora = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-    return without_dropout(peft.get_peft_model(model, lora))  # type: ignore[arg-type]
 
 
 def base_model(model: Any) -> Any:
@@ -134,6 +155,33 @@ def text_config(model: Any) -> Any:
     """The config of the language part of `model`."""
     config = base_model(model).config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def experts_per_token(model: Any) -> int | None:
+    """How many experts the model's routers choose for a token, None where it has no routers to balance."""
+    config = text_config(model)
+    return getattr(config, "num_experts_per_tok", None) if hasattr(config, "router_aux_loss_coef") else None
+
+
+def router_loss_coef(model: Any) -> float:
+    """The coefficient of the load-balancing loss that the model's config asks for (`output_router_logits` switches it on); else 0."""
+    config = text_config(model)
+    asked = experts_per_token(model) is not None and getattr(config, "output_router_logits", False)
+    return float(config.router_aux_loss_coef) if asked else 0.0
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The [out, in] weights inside `module` that map hidden states to hidden states: no embeddings, no heads, no vectors."""
+    from transformers import PreTrainedModel
+
+    ends: list[nn.Module | None] = []
+    for part in module.modules():
+        if isinstance(part, (nn.Embedding, ScalarHead)):
+            ends.append(part)
+        elif isinstance(part, PreTrainedModel):
+            ends.append(part.get_output_embeddings())
+    apart = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return [parameter for parameter in module.parameters() if parameter.dim() == 2 and id(parameter) not in apart]
 
 
 def backbone_of(model: Any) -> Any:
@@ -198,6 +246,8 @@ def find_head(model: Any, *, float32: bool = False) -> LogitHead | None:
         for scale in scales:
             head = LogitHead(module, scale, soft_cap)
             if (head.logits(hidden) - expected).abs().max() <= tolerance:
+                if float32 and not isinstance(module, nn.Linear):
+                    raise ConfigError(f"fp32_head needs a plain linear head; got {type(module).__name__}. Keep adapters off the head, or fp32_head")
                 return LogitHead(module, scale, soft_cap, float32)
     warnings.warn(
         f"the logits of {type(base).__name__} are not a scaled or soft-capped product of its head and last hidden state; "

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from rlhf.errors import ConfigError, DataError
 from rlhf.learner import PolicyOutput
+from rlhf.parallel import num_processes, own_share
 from rlhf.ppo.experience import Experience
 from rlhf.ppo.losses import LossOutput, token_weights
 from rlhf.rollout.batch import Rollout
@@ -71,6 +72,8 @@ def train_supervised(
 ) -> list[dict[str, float]]:
     """Fine-tune `actor` on examples for `steps` optimiser steps of `batch_size` examples, drawn in shuffled passes.
 
+    Several processes are given the same examples and share every batch out among them.
+
     Returns:
         the metrics of each step: "actor/nll", "actor/grad_norm", ...
 
@@ -79,8 +82,10 @@ def train_supervised(
     """
     if steps < 1:
         raise ConfigError(f"steps must be at least 1; got {steps}")
-    if not 1 <= batch_size <= len(experience):
-        raise ConfigError(f"batch_size must be between 1 and the {len(experience)} examples; got {batch_size}")
+    if not num_processes() <= batch_size <= len(experience):
+        raise ConfigError(
+            f"batch_size must be between the number of processes ({num_processes()}) and that of examples ({len(experience)}); got {batch_size}"
+        )
     generator = torch.Generator().manual_seed(seed)
     history: list[dict[str, float]] = []
     order = torch.empty(0, dtype=torch.int64)
@@ -89,7 +94,7 @@ def train_supervised(
             if len(order) < batch_size:
                 order = torch.cat([order, torch.randperm(len(experience), generator=generator)])
             rows, order = order[:batch_size], order[batch_size:]
-            history.append(actor.update(experience.select(rows), SupervisedLoss() if loss is None else loss))
+            history.append(actor.update(experience.select(own_share(rows.tolist())), SupervisedLoss() if loss is None else loss))
             bar.update()
             bar.set_postfix(nll=f"{history[-1]['actor/nll']:.3f}", refresh=False)
     return history

@@ -13,7 +13,14 @@ from tests.models import VOCABULARY
 
 
 def ragged_rollout(
-    *, seed: int = 0, prompts: int = 3, n: int = 3, longest: int = 9, temperature: float | Sequence[float] = 1.0, tools: bool = True, **fields: Any
+    *,
+    seed: int = 0,
+    prompts: int = 3,
+    n: int = 3,
+    longest: int = 9,
+    temperature: float | Sequence[float] = 1.0,
+    tools: bool = True,
+    **fields: Any,
 ) -> Rollout:
     """prompts × n responses of 1 to `longest` tokens behind prompts of 1 to 7; with `tools` some tokens were not sampled.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhf.errors import ConfigError, DataError, RLHFWarning
+from rlhf.parallel import num_processes, own_share
 
 if TYPE_CHECKING:
     from rlhf.data.prompts import Prompt, PromptDataset
@@ -47,6 +48,8 @@ class AdaptiveSampler(PromptSampler, Protocol):
 
 class PromptLoader:
     """Batches of prompts, `list[Prompt]`, in an order that depends on seed and epoch alone.
+
+    Several processes draw the same order and each gets its own share of every batch; the state is the same in all of them.
 
     The loader is an iterator with a place: `for batch in loader` goes on from where it stands, also after a `break` and after
     `load_state_dict`. A fresh loader stands at the beginning. One that has handed out all its epochs stays finished: a further loop
@@ -98,6 +101,12 @@ class PromptLoader:
             raise ConfigError(
                 f"{type(sampler).__name__} has update() but no state_dict() or load_state_dict(), so no run could be resumed; add them"
             )
+        rest = 0 if drop_last else len(dataset) % prompts_per_step
+        if prompts_per_step < num_processes() or 0 < rest < num_processes():
+            raise ConfigError(
+                f"every batch must hold a prompt for each of the {num_processes()} processes; got prompts_per_step={prompts_per_step}"
+                f"{f' and a last batch of {rest}' if rest else ''}. Take more prompts a step, or drop_last=True"
+            )
         if sampler is None and drop_last and len(dataset) < prompts_per_step:
             raise DataError(_too_few(len(dataset), prompts_per_step))
         self.dataset = dataset
@@ -132,7 +141,7 @@ class PromptLoader:
         if self._order is None:
             self._order = self._draw_order()
         start = self._batch_in_epoch * self.prompts_per_step
-        batch = [self.dataset[index] for index in self._order[start : start + self.prompts_per_step]]
+        batch = [self.dataset[index] for index in own_share(self._order[start : start + self.prompts_per_step])]
         self.batches += 1
         self._batch_in_epoch += 1
         if self._batch_in_epoch == self._batches_of(len(self._order)):

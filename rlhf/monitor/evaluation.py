@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlhf.errors import ConfigError
+from rlhf.parallel import gather_objects, own_share
 from rlhf.rollout.sampling import SamplingParams
 
 
@@ -52,8 +53,20 @@ class EvalSet:
             raise ConfigError("an EvalSet needs at least one prompt; got none")
 
     def run(self, generate: Callable[[list[Any], SamplingParams], Any], reward: Callable[[Any], Any]) -> dict[str, float]:
-        """Sample, judge, and summarise: mean (unscored responses count 0), pass@1..pass@n by powers of two, lengths, rates."""
-        rollout = generate(list(self.prompts), self.sampling)
+        """Sample, judge, and summarise: mean (unscored responses count 0), pass@1..pass@n by powers of two, lengths, rates.
+
+        Several processes evaluate a share of the prompts each; every one of them returns the figures of all.
+        """
+        prompts = own_share(list(self.prompts))
+        parts = gather_objects((len(prompts), self._measure(prompts, generate, reward) if prompts else {}))
+        total = sum(count for count, _ in parts)
+        names = dict.fromkeys(name for _, metrics in parts for name in metrics)
+        return {name: sum(count * metrics[name] for count, metrics in parts if count) / total for name in names}
+
+    def _measure(
+        self, prompts: list[Any], generate: Callable[[list[Any], SamplingParams], Any], reward: Callable[[Any], Any]
+    ) -> dict[str, float]:
+        rollout = generate(prompts, self.sampling)
         rewards = (self.reward or reward)(rollout)
         scores = rewards.scores.nan_to_num(nan=0.0)
         _, group = torch.unique(rollout.group, return_inverse=True)

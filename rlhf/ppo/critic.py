@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf.adapters import LoRA, is_adapted, load_model, merged_model
+from rlhf.errors import ModelError
 from rlhf.learner import Learner, Loss, ValueOutput
-from rlhf.models import LoRA, ScalarHead, add_lora, at_least_float32, backbone_of, load_causal_lm, load_scalar_head, save_model
+from rlhf.models import ScalarHead, at_least_float32, backbone_of, load_scalar_head, save_model, text_config
 from rlhf.ppo.objectives import ValueLoss
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring import PackedBatch, ValueModule, packed_batches
@@ -41,7 +43,9 @@ class Critic(Learner):
     last_token = True
 
     def __init__(self, model: Any, tokenizer: Any = None, *, head: ScalarHead | None = None, **options: Any) -> None:
-        backbone = model if hasattr(model, "peft_config") else backbone_of(model)
+        if not hasattr(model, "get_output_embeddings"):
+            raise ModelError(f"expected a language model or backbone of transformers; got {type(model).__name__}")
+        backbone = model if is_adapted(model) else backbone_of(model)
         super().__init__(ValueModule(backbone, head), **options)
         self.model = backbone
         self.tokenizer = tokenizer
@@ -56,16 +60,24 @@ class Critic(Learner):
         dtype: str | torch.dtype = "float32",
         attn_implementation: str | None = None,
         device: str | torch.device | None = None,
+        gguf_file: str | None = None,
+        quantization: Any = None,
         **options: Any,
     ) -> Critic:
-        """Load a critic from a folder or hub name of a language model, with the scalar head stored there or a new one.
+        """Load a critic from a folder, hub name or GGUF file of a language model, with the scalar head stored there or a new one.
 
         See `Actor.from_pretrained` for the arguments.
         """
-        model = load_causal_lm(path, dtype=dtype, attn_implementation=attn_implementation)
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        head = load_scalar_head(path, model.config.get_text_config().hidden_size).to(model.device, at_least_float32(model.dtype))
-        model = add_lora(model, lora) if lora is not None else backbone_of(model)
+        model = load_model(
+            path,
+            lora=lora,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            device=device,
+            gguf_file=gguf_file,
+            quantization=quantization,
+        )
+        head = load_scalar_head(path, text_config(model).hidden_size).to(model.device, at_least_float32(model.dtype))
         return cls(model, tokenizer, head=head, **options)
 
     def values(self, rollout: Rollout) -> Values:
@@ -86,13 +98,15 @@ class Critic(Learner):
         """`Learner.update` with `ValueLoss()` as the default loss."""
         return super().update(batch, ValueLoss() if loss is None else loss, epochs=epochs, mini_batch_size=mini_batch_size)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write backbone, scalar head and tokenizer to `folder`, for `Critic.from_pretrained`."""
-        save_model(folder, self.model, self.tokenizer, self.module.head)
+    def save_pretrained(self, folder: str | Path, *, merged: bool = False) -> None:
+        """Write backbone (the adapter alone under LoRA, unless `merged`), scalar head and tokenizer, for `Critic.from_pretrained`."""
+        save_model(folder, merged_model(self.model) if merged else self.model, self.tokenizer, self.module.head)
 
-    def _call(self, packed: PackedBatch) -> tuple[Tensor, Tensor]:
-        return self._prepared(packed.input_ids, packed.position_ids, packed.mask, packed.predicting, packed.last)
+    def _call(self, packed: PackedBatch, readers: Tensor | None = None) -> tuple[Tensor, ...]:
+        routed = () if readers is None else (readers,)
+        return self._prepared(packed.input_ids, packed.position_ids, packed.mask, packed.predicting, packed.last, *routed)
 
-    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> ValueOutput:
-        values, _ = self._call(packed)
-        return ValueOutput(values.new_zeros(shape).index_put((packed.rows, packed.columns), values))
+    def _output(self, packed: PackedBatch, shape: tuple[int, int]) -> tuple[ValueOutput, Tensor | None]:
+        values, _, *router_loss = self._call(packed, self._readers(packed))
+        output = ValueOutput(values.new_zeros(shape).index_put((packed.rows, packed.columns), values))
+        return output, router_loss[0] if router_loss else None

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import ConfigError, RLHFWarning, unknown_option
+from rlhf.parallel import gather_rows, num_processes
 from rlhf.ppo.advantages import Advantages, gae, grpo, reinforce_plus_plus, rloo, whiten
+from rlhf.rollout.groups import GLOBAL_GROUP, has_global_groups
 
 if TYPE_CHECKING:
     from rlhf.ppo.experience import Experience
@@ -66,7 +68,7 @@ class GAE:
             lam=self.lam,
             bootstrap=after,
         )
-        return result._replace(advantages=whiten(result.advantages, _trained(experience))) if self.whiten else result
+        return result._replace(advantages=_whitened(result.advantages, _trained(experience))) if self.whiten else result
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class ReinforcePlusPlus:
     def __call__(self, experience: Experience) -> Advantages:
         rewards = _token_rewards(experience, "ReinforcePlusPlus")
         result = reinforce_plus_plus(rewards, experience.rollout.response_mask, gamma=self.gamma)
-        return result._replace(advantages=whiten(result.advantages, _trained(experience))) if self.whiten else result
+        return result._replace(advantages=_whitened(result.advantages, _trained(experience))) if self.whiten else result
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,13 @@ def _by_episode(
             f"rows {rows} belong to episode {int(ids[first])}, which has one reward, but score {scores[rows].tolist()}; "
             "give all rows of an episode the same score"
         )
-    group = torch.zeros_like(ids).scatter_(0, episode, rollout.group)
-    if len(ids) and len(torch.unique(group)) == len(ids) and not warned:
+    straddles = has_global_groups(rollout)  # some responses to a prompt are in other processes
+    group_of_row = torch.as_tensor(rollout.extras[GLOBAL_GROUP]) if straddles else rollout.group
+    group = torch.zeros_like(ids).scatter_(0, episode, group_of_row)
+    own = slice(0, len(ids))
+    if straddles:
+        (group, own), (low, _) = gather_rows(group), gather_rows(low)
+    if len(low) and len(torch.unique(group)) == len(low) and not warned:
         warned.append(True)
         warnings.warn(
             f"{name} compares the responses to one prompt, and every prompt has one only: all advantages are 0 and nothing will be "
@@ -178,10 +185,20 @@ def _by_episode(
             RLHFWarning,
             stacklevel=4,
         )
-    one = torch.ones(len(ids), 1, dtype=torch.bool, device=mask.device)
-    per_row = estimate(low, group, one).advantages[:, 0][episode]
+    one = torch.ones(len(low), 1, dtype=torch.bool, device=mask.device)
+    per_row = estimate(low, group, one).advantages[own, 0][episode]
     advantages = torch.where(mask & known[:, None], per_row[:, None], 0)
     return Advantages(advantages, advantages.clone())
+
+
+def _whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """`whiten` with the moments of the tokens of all processes."""
+    if num_processes() == 1:
+        return whiten(advantages, mask)
+    tokens, own = gather_rows(advantages[mask])
+    result = torch.zeros_like(advantages)
+    result[mask] = whiten(tokens[None], torch.ones_like(tokens[None], dtype=torch.bool))[0, own]
+    return result
 
 
 def _token_rewards(experience: Experience, name: str) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import ConfigError, RLHFWarning, ShapeError, StaleRolloutError, unknown_option
+from rlhf.parallel import sum_over_processes
 from rlhf.ppo.advantages import Advantages, masked_mean
 from rlhf.ppo.kl import KLPenalty, kl_estimate, kl_mean
 from rlhf.reward.rewards import Rewards, on_last_token
@@ -142,7 +143,9 @@ class Experience:
             divergence = kl_estimate(self.old_logprobs, self.ref_logprobs, kl.estimator, mask=mask)
             extras["kl_coef"] = torch.full((len(self),), float(kl.coef))
             token_rewards = token_rewards - kl.coef * divergence * self.loss_weights.ne(0)
-            kl.update(float(kl_mean(divergence, mask)), int(mask.any(1).sum()))
+            rows = mask.any(1).sum()
+            total, count = sum_over_processes(torch.stack([kl_mean(divergence, mask).double() * rows, rows.double()])).tolist()
+            kl.update(total / max(count, 1.0), int(count))
         prepared = replace(self, token_rewards=token_rewards, extras=extras)
         result = estimator(prepared)
         for part, value in zip(Advantages._fields, result, strict=True):

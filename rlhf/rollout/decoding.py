@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf.adapters import own_turn
 from rlhf.errors import EngineError
 from rlhf.models import LogitHead, attention_masks, backbone_of, base_model, evaluating
+from rlhf.rollout.attention import grouped
 from rlhf.rollout.batch import FinishReason
 from rlhf.rollout.cache import SlotCache
 from rlhf.rollout.draw import DrawOptions, draw, row_seeds, uniforms
@@ -70,7 +72,7 @@ class Call:
             self.future.set_exception(error)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """Rows of one prompt that wait for slots."""
 
@@ -148,8 +150,13 @@ class Decoder:
         self._arrived: list[Call] = []
         self._driver: threading.Thread | None = None
         self._someone_cancelled = False
+        self._device = torch.device("cpu")
         self._cache: SlotCache | None = None
-        self._clear()
+        self._calls: list[Call] = []
+        self._left: list[Call] = []  # finished or cancelled, their callers not yet told
+        self._waiting: deque[_Group] = deque()
+        self._rows: list[_Row] = []  # the row in slot i at i
+        self._batch: _Batch | None = None  # None after rows came or went
 
     def submit(self, call: Call) -> None:
         """Let `call` join the batch; its future gets the responses."""
@@ -188,7 +195,8 @@ class Decoder:
                 with torch.no_grad(), evaluating(self._model), on_device:
                     while self._take_arrivals():
                         self._resolve_left()
-                        self._step()
+                        with own_turn(self._model):
+                            self._step()
             except BaseException as caught:
                 error = caught
 
@@ -202,7 +210,8 @@ class Decoder:
             self._calls.append(call)
             self._waiting += [_Group(call, p, range(p * n, (p + 1) * n)) for p in range(len(call.prompts))]
         if someone_cancelled:
-            self._waiting = deque(group for group in self._waiting if not group.call.future.cancelled())
+            for group in [group for group in self._waiting if group.call.future.cancelled()]:
+                self._waiting.remove(group)
             self._release([slot for slot, row in enumerate(self._rows) if row.call.future.cancelled()])
             for call in [call for call in self._calls if call.future.cancelled()]:
                 self._leave(call)
@@ -235,12 +244,10 @@ class Decoder:
     def _clear(self) -> None:
         if self._cache is not None:
             self._cache.free()
-        self._cache = None
-        self._calls: list[Call] = []
-        self._left: list[Call] = []  # finished or cancelled, their callers not yet told
-        self._waiting: deque[_Group] = deque()
-        self._rows: list[_Row] = []  # the row in slot i at i
-        self._batch: _Batch | None = None  # None after rows came or went
+        self._cache, self._batch = None, None
+        for held in (self._calls, self._waiting, self._rows):
+            held.clear()  # type: ignore[attr-defined]
+        self._left = []
 
     def _step(self) -> None:
         admitted = self._admit()
@@ -331,7 +338,8 @@ class Decoder:
         self._cache.decode(batch.rows, batch.positions, batch.width)
         distance = batch.positions[:, None, None] - torch.arange(batch.width, device=self._device)
         mask = attention_masks(self._model, distance >= 0, distance)
-        logits = self._logits(batch.tokens[:, None], batch.positions[:, None], mask, None)
+        with grouped(self._model):
+            logits = self._logits(batch.tokens[:, None], batch.positions[:, None], mask, None)
         batch.tokens, tokens, logprobs = batch.draw(logits)
         batch.positions = batch.positions + 1
         batch.width += 1

@@ -60,13 +60,11 @@ class DrawOptions(NamedTuple):
         )
 
 
-def draw(
-    logits: Tensor, uniform: Tensor, options: DrawOptions, forbidden: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniform: Tensor, options: DrawOptions, forbidden: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Sample one token a row.
 
     Args:
-        logits: float32 [n, V].
+        logits: float32 [n, V]; overwritten, since another copy of a large vocabulary costs as much as the draw.
         uniform: float64 [n] in [0, 1).
         options: of the n rows.
         forbidden: tokens not to be taken, as (row, token) pairs, both int64 [pairs]; this does not touch log-probabilities.
@@ -77,15 +75,15 @@ def draw(
             filtered.
     """
     # scaled after the shift: at a tiny temperature logits / temperature would overflow or lose its last digits
-    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = logits.sub_(logits.amax(-1, keepdim=True))
     if options.temperature is not None:
         scaled.div_(options.temperature[:, None])
     weights = scaled.exp()
     sums = _block_sums(weights)
     log_total = sums.sum(-1).log()
     if forbidden is not None:
-        weights[forbidden] = 0.0
         scaled[forbidden] = -torch.inf
+        weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()  # the forbidden may have had all the weight
     if options.all_greedy:
         tokens = scaled.argmax(-1)
     else:
@@ -101,7 +99,9 @@ def draw(
 
 def _filter(weights: Tensor, top_p: Tensor | None, top_k: Tensor | None, min_p: Tensor | None) -> Tensor:
     """Unnormalised probabilities with all but the kept tokens at 0; top-k first, then top-p of what it leaves, then min-p."""
-    assert top_p is not None and top_k is not None and min_p is not None
+    assert top_p is not None
+    assert top_k is not None
+    assert min_p is not None
     ordered, index = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     ordered = ordered.masked_fill((top_k > 0)[:, None] & (rank >= top_k[:, None]), 0.0)
@@ -125,17 +125,21 @@ def _block_sums(weights: Tensor) -> Tensor:
 def _inverse_cdf(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:
     """Index [n] where the cumulated weights [n, V] pass uniform × total: first the block, then the token inside it."""
     block_ends = sums.cumsum(-1)
-    # strictly below the total, so that rounding never selects a token of weight 0 at the end
-    target = (uniform * block_ends[:, -1]).clamp(max=block_ends[:, -1] * (1 - 1e-12))[:, None]
-    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=block_ends.shape[1] - 1)
-    start = block_ends.gather(-1, block) - sums.gather(-1, block)
+    target = (uniform * block_ends[:, -1])[:, None]
+    block = _first_above(block_ends, target)
     tokens = block * BLOCK + torch.arange(BLOCK, device=weights.device)
-    beyond = tokens >= weights.shape[1]
-    chosen = weights.gather(1, tokens.clamp(max=weights.shape[1] - 1)).double().masked_fill_(beyond, 0.0)
-    inside = torch.searchsorted(chosen.cumsum(-1), (target - start).clamp_(min=0), right=True)
-    # the last token of the block that has weight, where summation order lets the target slip past it
-    last = torch.where(chosen > 0, torch.arange(BLOCK, device=weights.device), 0).amax(-1, keepdim=True)
-    return (block * BLOCK + torch.minimum(inside, last)).squeeze(-1)
+    size = weights.shape[1]
+    chosen = weights.gather(1, tokens.clamp(max=size - 1)).double()
+    if size % BLOCK:
+        chosen.masked_fill_(tokens >= size, 0.0)
+    before = block_ends.gather(-1, block) - sums.gather(-1, block)
+    return (block * BLOCK + _first_above(chosen.cumsum(-1), target - before)).clamp_(max=size - 1).squeeze(-1)
+
+
+def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+    """int64 [n, 1], the first entry of the rising `ends` [n, m] above the target: one that adds to the sum, whatever rounding did."""
+    target = torch.minimum(target, ends[:, -1:] * (1 - 1e-12)).clamp_(min=0)
+    return torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # NaN lies above all ends
 
 
 def row_seeds(seed: int, count: int) -> Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import warnings
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from rlhf.adapters import load_model, parameters_for
 from rlhf.errors import ConfigError, EngineError, ModelError, RLHFWarning, RolloutError
-from rlhf.models import end_token_ids, find_head, max_positions
+from rlhf.models import base_model, end_token_ids, find_head, load_tokenizer, max_positions, text_config
+from rlhf.parallel import own_seed
 from rlhf.rollout.batch import Rollout
 from rlhf.rollout.decoding import Call, Decoder
 from rlhf.rollout.engine import Prompts, RolloutEngine, encode_prompts
@@ -33,7 +36,8 @@ class TransformersEngine(RolloutEngine):
         max_rows: most responses that decode together.
         max_batch_tokens: most tokens of keys and values held at a time; further rows wait.
         max_prefill_tokens: most prompt tokens in one forward pass.
-        seed: of the calls whose SamplingParams name none: the same engine seed and calls give the same samples.
+        seed: of the calls whose SamplingParams name none: the same engine seed and calls give the same samples. Each process makes
+            seeds of its own from it, and from those of SamplingParams.
         progress: show a bar for calls that take longer than two seconds.
 
     Raises:
@@ -58,13 +62,14 @@ class TransformersEngine(RolloutEngine):
         self.model = _model_of(source)
         if not hasattr(self.model, "get_output_embeddings"):
             raise ModelError(f"expected an Actor or a causal language model of transformers; got {type(source).__name__}")
-        kinds = set(getattr(self.model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise ModelError(f"TransformersEngine needs attention in every layer; this model has {sorted(kinds)}. Use SGLangEngine for it")
+        kinds = set(getattr(text_config(self.model), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds or getattr(base_model(self.model), "_is_stateful", False):
+            found = sorted(kinds) or "a recurrent state"
+            raise ModelError(f"TransformersEngine needs attention in every layer; this model has {found}. Use SGLangEngine for it")
         self.tokenizer = tokenizer if tokenizer is not None else getattr(source, "tokenizer", None)
         self.max_batch_tokens = max_batch_tokens
         self.progress = progress
-        self._seeds = torch.Generator().manual_seed(seed)
+        self._seeds = torch.Generator().manual_seed(own_seed(seed))
         self._version = 0
         self._closed = False
         head = self._actor.module.head if self._actor is not None else find_head(self.model)
@@ -76,6 +81,29 @@ class TransformersEngine(RolloutEngine):
             max_batch_tokens=max_batch_tokens,
             max_prefill_tokens=max_prefill_tokens,
         )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        tokenizer: Any = None,
+        dtype: str | torch.dtype = "float32",
+        attn_implementation: str | None = None,
+        device: str | torch.device | None = None,
+        gguf_file: str | None = None,
+        quantization: Any = None,
+        **options: Any,
+    ) -> TransformersEngine:
+        """An engine with weights of its own, from a folder (of a model or an adapter), hub name or GGUF file.
+
+        See `Actor.from_pretrained` for the arguments; `options` are those of the engine. With an Actor in the same process,
+        `TransformersEngine(actor)` does without the second copy.
+        """
+        model = load_model(
+            path, dtype=dtype, attn_implementation=attn_implementation, device=device, gguf_file=gguf_file, quantization=quantization
+        )
+        return cls(model.eval(), load_tokenizer(path, gguf_file=gguf_file) if tokenizer is None else tokenizer, **options)
 
     @property
     def weight_version(self) -> int:  # type: ignore[override]
@@ -105,8 +133,10 @@ class TransformersEngine(RolloutEngine):
     def update_weights(self, source: Any) -> None:
         """Copy the weights of `source` (an Actor or a model with the same parameters) into the engine's model.
 
+        An engine whose model has no adapter takes those of a LoRA actor merged; the actor's own weights stay as they are.
+
         Raises:
-            ModelError: names or shapes of the parameters differ.
+            ModelError: names or shapes of the parameters differ, or the adapter cannot be merged.
             EngineError: responses are being generated, or the engine samples from another Actor.
         """
         model = _model_of(source)
@@ -117,11 +147,13 @@ class TransformersEngine(RolloutEngine):
         if self._actor is not None:
             raise EngineError("the engine shares its weights with the Actor it was made of; make a TransformersEngine for each Actor")
         with self._decoder.idle(), torch.no_grad():
-            own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
+            own, theirs = dict(self.model.named_parameters()), parameters_for(self.model, model)
             different = sorted(name for name in own.keys() | theirs.keys() if name not in own or name not in theirs)
             different += sorted(name for name in own.keys() & theirs.keys() if own[name].shape != theirs[name].shape)
             if different:
-                raise ModelError(f"the weights do not fit this engine's model; {len(different)} names or shapes differ, first {different[0]!r}")
+                raise ModelError(
+                    f"the weights do not fit this engine's model; {len(different)} names or shapes differ, first {different[0]!r}"
+                )
             for name, parameter in own.items():
                 parameter.copy_(theirs[name])
             self._version = version
@@ -138,7 +170,7 @@ class TransformersEngine(RolloutEngine):
             raise EngineError("the engine is closed; make a new one")
         encoded = encode_prompts(prompts, self.tokenizer)
         ids = [entry[0] for entry in encoded]
-        seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**62, (1,), generator=self._seeds))
+        seed = own_seed(sampling.seed) if sampling.seed is not None else int(torch.randint(2**62, (1,), generator=self._seeds))
         stop_ids = frozenset((*end_token_ids(self.model, self.tokenizer), *sampling.stop_token_ids))
         if sampling.stop and self.tokenizer is None:
             raise RolloutError("stop strings need a tokenizer, and this engine has none; pass one to the engine or use stop_token_ids")
@@ -152,8 +184,14 @@ class TransformersEngine(RolloutEngine):
     def _limits(self, ids: list[torch.Tensor], sampling: SamplingParams) -> list[int]:
         """Most new tokens of each prompt: what was asked for, cut where the model's positions end."""
         positions = max_positions(self.model)
+        vocabulary = base_model(self.model).get_input_embeddings().weight.shape[0]
         limits = []
         for i, prompt in enumerate(ids):
+            if not 0 <= int(prompt.min()) <= int(prompt.max()) < vocabulary:
+                outside = int(prompt.min()) if prompt.min() < 0 else int(prompt.max())
+                raise RolloutError(
+                    f"prompt {i} holds the token id {outside}, expected ids from 0 to below the model's {vocabulary} embeddings"
+                )
             limit = sampling.max_new_tokens
             if positions is not None:
                 if len(prompt) >= positions:

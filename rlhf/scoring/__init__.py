@@ -2,6 +2,7 @@
 
 from rlhf.scoring.layout import LAYOUTS, Pack, PackedBatch, collate, plan_micro_batches
 from rlhf.scoring.module import PackedBackbone, ScoringModule, ValueModule, packed_batches, token_statistics
+from rlhf.scoring.router import load_balancing_loss
 
 __all__ = [
     "LAYOUTS",
@@ -11,6 +12,7 @@ __all__ = [
     "ScoringModule",
     "ValueModule",
     "collate",
+    "load_balancing_loss",
     "packed_batches",
     "plan_micro_batches",
     "token_statistics",

@@ -108,6 +108,7 @@ class PackedBatch:
         rows, columns: int64 [M], where the token stands in the rollout's [B, T].
         last: int64 [R], index into [N·L] of the hidden state after the last token; empty unless asked for.
         last_rows: int64 [R], the row each of them belongs to.
+        readers: int64 [N, L], how many rows read the token there: all of a pack its prompt, none the padding.
     """
 
     input_ids: Tensor
@@ -120,6 +121,7 @@ class PackedBatch:
     columns: Tensor
     last: Tensor
     last_rows: Tensor
+    readers: Tensor
 
     def to(self, device: torch.device | str) -> PackedBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -161,13 +163,15 @@ def collate(rollout: Rollout, packs: Sequence[Pack], *, layout: str = "shared", 
     position_ids = torch.zeros(tokens, dtype=torch.int64)
     # 0 for the prompt, 1.. for the responses behind it, -1 for padding, which nobody sees
     segment = torch.full((tokens,), -1, dtype=torch.int64)
+    readers = torch.zeros(tokens, dtype=torch.int64)
     of_prompt, index = _ragged(prompt_lengths)
     place = begins[of_prompt] + index
-    input_ids[place], position_ids[place], segment[place] = torch.cat(prompts), index, 0
+    input_ids[place], position_ids[place], segment[place], readers[place] = torch.cat(prompts), index, 0, counts[of_prompt]
     of_row, index = _ragged(fed)
     place = start[of_row] + index
     input_ids[place], position_ids[place] = rollout.response_ids[rows[of_row], index], size[of_row] + index
     segment[place] = (torch.arange(len(rows)) - first.repeat_interleave(counts) + 1)[of_row]
+    readers[place] = 1
 
     counted = rollout.response_mask[rows] & (torch.arange(rollout.response_ids.shape[1]) < lengths[:, None])
     of_row, column = counted.nonzero(as_tuple=True)
@@ -186,6 +190,7 @@ def collate(rollout: Rollout, packs: Sequence[Pack], *, layout: str = "shared", 
         columns=column,
         last=torch.where(lengths > 0, start + lengths - 1, at_prompt_end) if last_token else torch.empty(0, dtype=torch.int64),
         last_rows=rows if last_token else torch.empty(0, dtype=torch.int64),
+        readers=readers.view(shape),
     )
 
 

@@ -25,11 +25,13 @@ from rlhf.models import (
     backbone_of,
     base_model,
     evaluating,
+    experts_per_token,
     find_head,
     text_config,
 )
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring.layout import PackedBatch, collate, plan_micro_batches
+from rlhf.scoring.router import load_balancing_loss
 
 # logits of one chunk: 64 MiB in float32. Chunks of fewer than 128 tokens starve the matrix product.
 CHUNK_ELEMENTS = 2**24
@@ -129,10 +131,19 @@ class PackedBackbone(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None) -> Tensor:
         """[N, L, H], the last hidden states. `mask` is bool [N, L, L] or None for plain causal attention."""
-        output = backbone_of(self.model)(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=self._mask(mask, position_ids), use_cache=False
+        return self._run(backbone_of(self.model), input_ids, position_ids, mask, None)[0].last_hidden_state
+
+    def _run(
+        self, model: Any, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, readers: Tensor | None
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """The output of backbone or model, and the load-balancing loss of its routers in a tuple if `readers` are given."""
+        options = {} if readers is None else {"output_router_logits": True}
+        output = model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=self._mask(mask, position_ids), use_cache=False, **options
         )
-        return output.last_hidden_state
+        if readers is None:
+            return output, ()
+        return output, (load_balancing_loss(output.router_logits, readers.flatten(), experts_per_token(self.model) or 1),)
 
     def _mask(self, mask: Tensor | None, position_ids: Tensor) -> Tensor | dict[str, Tensor] | None:
         return None if mask is None else attention_masks(self.model, mask, position_ids[:, :, None] - position_ids[:, None, :])
@@ -202,22 +213,27 @@ class ScoringModule(PackedBackbone):
         self.settle_layout()
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, predicting: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, both [M]; see `PackedBatch` for the arguments."""
-        if self.head is None:
-            return self._dense(input_ids, position_ids, mask, predicting, targets, temperature)
-        hidden = self.hidden_states(input_ids, position_ids, mask).flatten(0, 1).index_select(0, predicting)
-        return token_statistics(self.head, hidden, targets, temperature)
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None,
+        predicting: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        readers: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies, both [M]; see `PackedBatch` for the arguments.
 
-    def _dense(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, predicting: Tensor, targets: Tensor, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        attention_mask = self._mask(mask, position_ids)
-        output = base_model(self.model)(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
-        logits = output.logits.flatten(0, 1).index_select(0, predicting)
-        logits = logits.to(at_least_float32(logits.dtype))
-        return _TokenStatistics.apply(logits, targets, temperature.to(logits.dtype))  # type: ignore[return-value]
+        With `readers` (mixtures of experts only) a third value follows: the load-balancing loss, 0-dim.
+        """
+        if self.head is None:
+            output, router_loss = self._run(base_model(self.model), input_ids, position_ids, mask, readers)
+            logits = output.logits.flatten(0, 1).index_select(0, predicting)
+            logits = logits.to(at_least_float32(logits.dtype))
+            return (*_TokenStatistics.apply(logits, targets, temperature.to(logits.dtype)), *router_loss)  # type: ignore[misc]
+        output, router_loss = self._run(backbone_of(self.model), input_ids, position_ids, mask, readers)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, predicting)
+        return (*token_statistics(self.head, hidden, targets, temperature), *router_loss)
 
 
 class ValueModule(PackedBackbone):
@@ -238,9 +254,15 @@ class ValueModule(PackedBackbone):
         self.settle_layout()
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, predicting: Tensor, last: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """values [M] before each counted token and last [R] after the last token of each row."""
-        hidden = self.hidden_states(input_ids, position_ids, mask).flatten(0, 1)
-        values = self.head(hidden.index_select(0, torch.cat([predicting, last])))
-        return values[: len(predicting)], values[len(predicting) :]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None,
+        predicting: Tensor,
+        last: Tensor,
+        readers: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """values [M] before each counted token and last [R] after the last token of each row; with `readers` as in `ScoringModule`."""
+        output, router_loss = self._run(backbone_of(self.model), input_ids, position_ids, mask, readers)
+        values = self.head(output.last_hidden_state.flatten(0, 1).index_select(0, torch.cat([predicting, last])))
+        return (values[: len(predicting)], values[len(predicting) :], *router_loss)
