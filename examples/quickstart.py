@@ -27,18 +27,18 @@ import rlhf
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", "=", "#", "?", "!"]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, 16 in all."""
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="?"))
+def make_tokenizer(symbols: list[str] = SYMBOLS) -> PreTrainedTokenizerFast:
+    """One token a character."""
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="?")
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
+def make_model(seed: int, symbols: list[str] = SYMBOLS) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(SYMBOLS),
+        vocab_size=len(symbols),
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -29,7 +29,16 @@ _HOMES = {
     "rlhf.adapters": ("LoRA",),
     "rlhf.optim": ("adamw", "adamw_8bit", "cosine_decay", "linear_decay", "muon"),
     "rlhf.data": ("Prompt", "PromptDataset", "PromptLoader", "encode_prompt", "gsm8k_to_parquet", "load_gsm8k"),
-    "rlhf.rollout": ("FakeEngine", "FinishReason", "Rollout", "RolloutEngine", "SamplingParams", "TransformersEngine", "Turn"),
+    "rlhf.rollout": (
+        "FakeEngine",
+        "FinishReason",
+        "ImportanceCorrection",
+        "Rollout",
+        "RolloutEngine",
+        "SamplingParams",
+        "TransformersEngine",
+        "Turn",
+    ),
     "rlhf.learner": ("Learner", "PolicyOutput", "ValueOutput"),
     "rlhf.reward": ("Format", "GSM8K", "RewardFunction", "Rewards", "Router", "Sample", "Status", "verifier"),
     "rlhf.ppo": (
@@ -139,5 +148,14 @@ if TYPE_CHECKING:
         whiten,
     )
     from rlhf.reward import GSM8K, Format, RewardFunction, Rewards, Router, Sample, Status, verifier
-    from rlhf.rollout import FakeEngine, FinishReason, Rollout, RolloutEngine, SamplingParams, TransformersEngine, Turn
+    from rlhf.rollout import (
+        FakeEngine,
+        FinishReason,
+        ImportanceCorrection,
+        Rollout,
+        RolloutEngine,
+        SamplingParams,
+        TransformersEngine,
+        Turn,
+    )
     from rlhf.sft import SupervisedLoss, supervised_experience, train_supervised

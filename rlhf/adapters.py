@@ -54,11 +54,11 @@ def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
         raise ConfigError("the model already has an adapter, which goes on being trained; leave lora out")
     if isinstance(lora, LoRA):
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
+        alpha: Any = 2 * lora.rank if lora.alpha is None else lora.alpha
         lora = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
     elif not isinstance(lora, peft.LoraConfig):
         raise ConfigError(f"lora must be rlhf.LoRA(rank=...) or a peft.LoraConfig; got {type(lora).__name__}")
-    return without_dropout(peft.get_peft_model(model, lora, autocast_adapter_dtype=False))  # type: ignore[arg-type]
+    return without_dropout(peft.get_peft_model(model, lora, autocast_adapter_dtype=False))
 
 
 def is_adapted(model: Any) -> bool:
@@ -75,6 +75,7 @@ def load_model(
     device: str | torch.device | None = None,
     gguf_file: str | None = None,
     quantization: Any = None,
+    trained: bool = False,
 ) -> Any:
     """A causal language model on its device, with an adapter where `path` holds one or `lora` asks for one.
 
@@ -83,9 +84,10 @@ def load_model(
         lora: a new adapter.
         dtype, attn_implementation, gguf_file, quantization: see `load_causal_lm`.
         device: the GPU if there is one, else the CPU.
+        trained: the model is loaded to be trained: without an adapter it cannot be quantised.
 
     Raises:
-        ConfigError: `lora` for a model that already has an adapter.
+        ConfigError: `lora` for a model that already has an adapter, or quantised weights to be trained themselves.
         ModelError: nothing can be loaded, or an adapter does not say which model it belongs to.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -93,6 +95,8 @@ def load_model(
     if quantization is not None:  # quantised weights are laid out while they are loaded and cannot be moved
         options |= {"quantization": quantization, "device_map": {"": device}}
     stored = Path(path) / ADAPTER_CONFIG
+    if trained and quantization is not None and lora is None and not stored.is_file():
+        raise ConfigError("quantised weights cannot be trained; add lora= to train an adapter on them, or leave quantization out")
     if not stored.is_file():
         model = load_causal_lm(path, **options)
         model = model if quantization is not None else model.to(device)

@@ -243,7 +243,8 @@ class Learner(ABC):
 
     def _own_gradients(self) -> AbstractContextManager[None]:
         """Keep DDP from averaging: gradients are summed over processes once, in `optim_step`, whatever the number of micro-batches."""
-        return self._prepared.no_sync() if hasattr(self._prepared, "no_sync") else nullcontext()
+        no_sync: Any = getattr(self._prepared, "no_sync", nullcontext)
+        return no_sync()
 
     def optim_step(self) -> dict[str, float]:
         """Clip the gathered gradients, step the optimiser and the scheduler, and forget the gradients.

@@ -247,7 +247,9 @@ def find_head(model: Any, *, float32: bool = False) -> LogitHead | None:
             head = LogitHead(module, scale, soft_cap)
             if (head.logits(hidden) - expected).abs().max() <= tolerance:
                 if float32 and not isinstance(module, nn.Linear):
-                    raise ConfigError(f"fp32_head needs a plain linear head; got {type(module).__name__}. Keep adapters off the head, or fp32_head")
+                    raise ConfigError(
+                        f"fp32_head needs a plain linear head; got {type(module).__name__}. Keep adapters off the head, or leave it out"
+                    )
                 return LogitHead(module, scale, soft_cap, float32)
     warnings.warn(
         f"the logits of {type(base).__name__} are not a scaled or soft-capped product of its head and last hidden state; "
@@ -294,7 +296,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 class ScalarHead(nn.Module):
-    """A linear map from hidden states [..., H] to one number each [...], float32 by default; starts at 0 so that a new critic is unbiased."""
+    """A linear map from hidden states [..., H] to one number each [...]; starts at 0 so that a new critic is unbiased."""
 
     def __init__(self, hidden_size: int, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -346,11 +348,11 @@ def attention_masks(model: Any, allowed: Tensor, distance: Tensor) -> Tensor | d
     """
     config = text_config(model)
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    by_layer = bool(kinds) and _masks_by_layer_type(type(backbone_of(model)))
-    unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
-    if unknown or (len(set(kinds or ())) > 1 and not by_layer):
-        raise ModelError(f"{type(base_model(model)).__name__} takes no mask of its own for each of its kinds of layers, {sorted(set(kinds))}")
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    by_layer = bool(kinds) and _masks_by_layer_type(backbone_of(model).__class__)
+    if set(kinds) - {"full_attention", "sliding_attention"} or (len(set(kinds)) > 1 and not by_layer):
+        name = type(base_model(model)).__name__
+        raise ModelError(f"{name} takes no mask of its own for each of its kinds of layers, {sorted(set(kinds))}")
     full = allowed[:, None]
     sliding = full if window is None else full & (distance < window)[:, None]
     if config._attn_implementation == "eager":

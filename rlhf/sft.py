@@ -84,7 +84,8 @@ def train_supervised(
         raise ConfigError(f"steps must be at least 1; got {steps}")
     if not num_processes() <= batch_size <= len(experience):
         raise ConfigError(
-            f"batch_size must be between the number of processes ({num_processes()}) and that of examples ({len(experience)}); got {batch_size}"
+            f"batch_size must be at least the number of processes ({num_processes()}) and at most that of examples ({len(experience)}); "
+            f"got {batch_size}"
         )
     generator = torch.Generator().manual_seed(seed)
     history: list[dict[str, float]] = []

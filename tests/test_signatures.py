@@ -102,19 +102,25 @@ SIGNATURES = {
     "Experience.select": "(self, indices)",
     "Learner": (
         "(module, *, lr=None, optimizer=None, scheduler=None, max_grad_norm=1.0, micro_batch_tokens=None, gradient_checkpointing=False, "
-        "master_weights=True, seed=0, parallel=None)"
+        "master_weights=True, seed=0, parallel=None, router_loss_coef=None)"
     ),
     "Learner.forward_backward": "(self, batch, loss)",
     "Learner.optim_step": "(self)",
     "Learner.update": "(self, batch, loss, *, epochs=1, mini_batch_size=None)",
     "Actor": "(model, tokenizer=None, *, fp32_head=False, **options)",
-    "Actor.from_pretrained": ("(path, *, tokenizer=None, lora=None, dtype='float32', attn_implementation=None, device=None, **options)"),
+    "Actor.from_pretrained": (
+        "(path, *, tokenizer=None, lora=None, dtype='float32', attn_implementation=None, device=None, gguf_file=None, quantization=None, "
+        "**options)"
+    ),
     "Actor.update": "(self, batch, loss=None, *, epochs=1, mini_batch_size=None)",
     "Actor.logprobs": "(self, rollout)",
     "Actor.reference": "(self)",
-    "Actor.save_pretrained": "(self, folder)",
+    "Actor.save_pretrained": "(self, folder, *, merged=False)",
     "Critic": "(model, tokenizer=None, *, head=None, **options)",
-    "Critic.from_pretrained": ("(path, *, tokenizer=None, lora=None, dtype='float32', attn_implementation=None, device=None, **options)"),
+    "Critic.from_pretrained": (
+        "(path, *, tokenizer=None, lora=None, dtype='float32', attn_implementation=None, device=None, gguf_file=None, quantization=None, "
+        "**options)"
+    ),
     "Critic.update": "(self, batch, loss=None, *, epochs=1, mini_batch_size=None)",
     "Critic.values": "(self, rollout)",
     "Reference.logprobs": "(self, rollout)",

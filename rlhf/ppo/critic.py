@@ -71,6 +71,7 @@ class Critic(Learner):
         model = load_model(
             path,
             lora=lora,
+            trained=True,
             dtype=dtype,
             attn_implementation=attn_implementation,
             device=device,

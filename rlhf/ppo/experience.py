@@ -110,7 +110,8 @@ class Experience:
         """The tensors of the mathematics on `device`; rollout and rewards stay on the CPU."""
         if torch.device(device).type == "cpu":
             return self
-        return replace(self, **{name: value.to(device) for name, value in self._tensors().items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in self._tensors().items()}
+        return replace(self, **moved)
 
     def with_advantages(self, estimator: Estimator, kl: KLPenalty | None = None) -> Experience:
         """Token rewards, advantages and returns by `estimator`; the forward passes are not repeated, so several can be compared.
@@ -162,7 +163,8 @@ class Experience:
         lost = ~self.rollout.response_mask.any(1) & (self.rewards.scores.nan_to_num() != 0)
         if lost.any():
             warnings.warn(
-                f"{int(lost.sum())} responses have no sampled token to carry their reward; it is dropped (rows {lost.nonzero().squeeze(1).tolist()[:8]})",
+                f"{int(lost.sum())} responses have no sampled token to carry their reward; it is dropped "
+                f"(rows {lost.nonzero().squeeze(1).tolist()[:8]})",
                 RLHFWarning,
                 stacklevel=3,
             )
@@ -229,10 +231,9 @@ def make_experience(
             f"{int(rollout.filtered.sum())} of {len(rollout)} rows were sampled under top-p, top-k or min-p, which the policy's "
             "log-probabilities do not know of; sample with top_p=1.0, top_k=-1, min_p=0.0, or pass correction="
         )
-    if old_logprobs == "rollout" or correction is not None:
-        if rollout.logprobs is None:
-            raise ConfigError("the rollout holds no log-probabilities of the engine; use old_logprobs='actor' and no correction")
-    old = actor.logprobs(rollout) if old_logprobs == "actor" else rollout.logprobs
+    if rollout.logprobs is None and (old_logprobs == "rollout" or correction is not None):
+        raise ConfigError("the rollout holds no log-probabilities of the engine; use old_logprobs='actor' and no correction")
+    old: Any = actor.logprobs(rollout) if old_logprobs == "actor" else rollout.logprobs
     values = critic.values(rollout) if critic is not None else None
     experience = Experience(
         rollout=rollout,
@@ -258,9 +259,9 @@ def _check_fresh(rollout: Rollout, current: int, max_staleness: int | None) -> N
     if stale.any():
         ages = sorted({current - v if v >= 0 else "unknown" for v in version[stale].tolist()}, key=str)
         raise StaleRolloutError(
-            f"{int(stale.sum())} of {len(rollout)} rows were not sampled by the current weights (version {current}): they are {ages} optimiser "
-            f"steps old, at most {max_staleness} allowed. Generate with weights=actor, or pass max_staleness= (None for offline data), best "
-            "with correction="
+            f"{int(stale.sum())} of {len(rollout)} rows were not sampled by the current weights (version {current}): they are {ages} "
+            f"optimiser steps old, at most {max_staleness} allowed. Generate with weights=actor, or pass max_staleness= (None for offline "
+            "data), best with correction="
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhf.rollout.batch import FinishReason, Rollout
+from rlhf.rollout.correction import ImportanceCorrection
 from rlhf.rollout.engine import EncodedPrompt, RolloutEngine, encode_prompts
 from rlhf.rollout.fake import CharCodec, FakeCall, FakeEngine, FakePrompt, FakeResponse
 from rlhf.rollout.sampling import SamplingParams
@@ -18,6 +19,7 @@ __all__ = [
     "FakePrompt",
     "FakeResponse",
     "FinishReason",
+    "ImportanceCorrection",
     "Rollout",
     "RolloutEngine",
     "SamplingParams",

@@ -210,10 +210,10 @@ class Decoder:
             self._calls.append(call)
             self._waiting += [_Group(call, p, range(p * n, (p + 1) * n)) for p in range(len(call.prompts))]
         if someone_cancelled:
-            for group in [group for group in self._waiting if group.call.future.cancelled()]:
-                self._waiting.remove(group)
-            self._release([slot for slot, row in enumerate(self._rows) if row.call.future.cancelled()])
-            for call in [call for call in self._calls if call.future.cancelled()]:
+            cancelled = {call for call in self._calls if call.future.cancelled()}  # once: another may be cancelled at any moment
+            self._waiting = deque(group for group in self._waiting if group.call not in cancelled)
+            self._release([slot for slot, row in enumerate(self._rows) if row.call in cancelled])
+            for call in cancelled:
                 self._leave(call)
         return bool(self._waiting or self._rows)
 
@@ -246,7 +246,7 @@ class Decoder:
             self._cache.free()
         self._cache, self._batch = None, None
         for held in (self._calls, self._waiting, self._rows):
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
         self._left = []
 
     def _step(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return PackedBatch(**{name: value if value is None else value.to(device) for name, value in values.items()})
+        moved: dict[str, Any] = {name: value if value is None else value.to(device) for name, value in values.items()}
+        return PackedBatch(**moved)
 
 
 def collate(rollout: Rollout, packs: Sequence[Pack], *, layout: str = "shared", last_token: bool = False) -> PackedBatch:

@@ -230,7 +230,7 @@ class ScoringModule(PackedBackbone):
             output, router_loss = self._run(base_model(self.model), input_ids, position_ids, mask, readers)
             logits = output.logits.flatten(0, 1).index_select(0, predicting)
             logits = logits.to(at_least_float32(logits.dtype))
-            return (*_TokenStatistics.apply(logits, targets, temperature.to(logits.dtype)), *router_loss)  # type: ignore[misc]
+            return (*_TokenStatistics.apply(logits, targets, temperature.to(logits.dtype)), *router_loss)
         output, router_loss = self._run(backbone_of(self.model), input_ids, position_ids, mask, readers)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, predicting)
         return (*token_statistics(self.head, hidden, targets, temperature), *router_loss)

@@ -24,6 +24,7 @@ def experience(scores=(1.0, 0.0, 0.5, 0.25), group=(0, 0, 1, 1), episode=None, t
         group=torch.tensor(group),
         episode=torch.arange(rows) if episode is None else torch.tensor(episode),
         truncated=torch.tensor([True, False] * 4)[:rows],
+        extras={},
     )
     return SimpleNamespace(
         rollout=rollout,
