@@ -1,7 +1,7 @@
 """Multi-turn reinforcement learning with a tool: a tiny model learns to ask a calculator instead of guessing sums.
 
     34+57=            the prompt
-    34+57?            the policy may write a call ...
+    34+57#            the policy may write a call ...
     91!               ... whose result the environment appends; no gradient goes to these tokens
     91                the policy answers
 
@@ -23,7 +23,7 @@ ALPHABET = [*SYMBOLS, "+"]
 
 
 def calculator(call: str) -> str:
-    sum_ = re.search(r"^(\d+)\+(\d+)\?$", call)
+    sum_ = re.search(r"^(\d+)\+(\d+)#$", call)
     return f"{int(sum_[1]) + int(sum_[2])}!" if sum_ else "!"
 
 
@@ -33,14 +33,14 @@ async def episode(engine: rlhf.TransformersEngine, prompt: rlhf.Prompt, sampling
         said = await engine.agenerate(context, sampling)
         ids = said.response_ids[0].tolist()
         turns.append(rlhf.Turn(context, ids, said.logprobs[0], int(said.weight_version[0]), finish_reason=said.finish_reasons[0]))
-        if not said.texts[0].endswith("?"):
+        if not said.texts[0].endswith("#"):
             break
         context = context + ids + engine.tokenizer.encode(calculator(said.texts[0]))
     return turns
 
 
 async def sample(engine: rlhf.TransformersEngine, prompts: list[rlhf.Prompt], n: int, temperature: float = 1.0) -> rlhf.Rollout:
-    call_ends = engine.tokenizer.convert_tokens_to_ids("?")
+    call_ends = engine.tokenizer.convert_tokens_to_ids("#")
     sampling = rlhf.SamplingParams(max_new_tokens=8, temperature=temperature, stop_token_ids=(call_ends,))
     tasks = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(n)]
     episodes = await asyncio.gather(*(episode(engine, prompt, sampling) for _, prompt in tasks))
@@ -50,8 +50,8 @@ async def sample(engine: rlhf.TransformersEngine, prompts: list[rlhf.Prompt], n:
 
 @rlhf.verifier
 def right_sum(sample: rlhf.Sample) -> float:
-    sample.log("calls", sample.response.count("?"))
-    return float(re.split("[?!]", sample.response)[-1] == sample.ground_truth)
+    sample.log("calls", sample.response.count("#"))
+    return float(re.split("[#!]", sample.response)[-1] == sample.ground_truth)
 
 
 def main(steps: int = 25) -> tuple[float, float]:
@@ -80,11 +80,12 @@ def make_start() -> tuple[rlhf.Actor, rlhf.PromptDataset, rlhf.PromptDataset]:
     texts, answers = [], []
     for prompt in train:
         problem, gold = prompt.row["prompt"], prompt.row["ground_truth"]
-        call = problem[:-1] + "?"
+        call = problem[:-1] + "#"
         texts += [problem, f"{problem}{call}{gold}!"]
         answers += [call if rng.random() < 0.33 else str(rng.randint(20, 198)), gold]
-    actor = rlhf.Actor(make_model(seed=0, symbols=ALPHABET), tokenizer, lr=3e-3)
-    rlhf.train_supervised(actor, rlhf.supervised_experience(texts, answers, tokenizer), steps=150, batch_size=64, progress=False)
+    model, schedule = make_model(seed=0, symbols=ALPHABET), rlhf.linear_decay(400, warmup=50)
+    actor = rlhf.Actor(model, tokenizer, optimizer=rlhf.adamw(3e-3, betas=(0.9, 0.98)), scheduler=schedule)
+    rlhf.train_supervised(actor, rlhf.supervised_experience(texts, answers, tokenizer), steps=400, batch_size=64, progress=False)
     return rlhf.Actor(actor.model, tokenizer, lr=5e-4), train, held_out
 
 

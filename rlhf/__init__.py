@@ -76,7 +76,22 @@ _HOMES = {
     "rlhf.loop": ("OnPolicyLoop",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_ROOMS = ("adapters", "data", "errors", "learner", "loop", "models", "monitor", "optim", "parallel", "ppo", "reward", "rollout", "scoring", "sft")
+_ROOMS = (
+    "adapters",
+    "data",
+    "errors",
+    "learner",
+    "loop",
+    "models",
+    "monitor",
+    "optim",
+    "parallel",
+    "ppo",
+    "reward",
+    "rollout",
+    "scoring",
+    "sft",
+)
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
 

@@ -42,8 +42,8 @@ class LoRA:
 def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
     """Wrap `model` in a `peft.PeftModel` whose adapter alone is trained; `lora` is a `LoRA` or any `peft.LoraConfig`.
 
-    The adapter has the dtype of the layer it belongs to: the learner keeps float32 masters, so that peft's own float32 adapters would only
-    cast every activation back and forth.
+    On a GPU the adapter has the dtype of its layers (the learner keeps float32 masters). On a CPU it is float32: products with an inner
+    dimension of `rank` are slow in bfloat16 there, see docs/decisions/adapters.md.
 
     Raises:
         ConfigError: `lora` is something else, or `model` has an adapter already.
@@ -55,10 +55,17 @@ def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
     if isinstance(lora, LoRA):
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         alpha: Any = 2 * lora.rank if lora.alpha is None else lora.alpha
-        lora = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+        transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
+        lora = peft.LoraConfig(
+            r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, fan_in_fan_out=transposed, task_type="CAUSAL_LM"
+        )
     elif not isinstance(lora, peft.LoraConfig):
         raise ConfigError(f"lora must be rlhf.LoRA(rank=...) or a peft.LoraConfig; got {type(lora).__name__}")
-    return without_dropout(peft.get_peft_model(model, lora, autocast_adapter_dtype=False))
+    return without_dropout(peft.get_peft_model(model, lora, autocast_adapter_dtype=_on_cpu(model)))
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "cpu"
 
 
 def is_adapted(model: Any) -> bool:
@@ -117,7 +124,7 @@ def load_model(
     except ModelError as error:
         raise ModelError(f"the adapter in {str(path)!r} belongs to {base!r}: {error}") from error
     model = model if quantization is not None else model.to(device)
-    adapted = peft.PeftModel.from_pretrained(model, str(path), is_trainable=True, autocast_adapter_dtype=False)
+    adapted = peft.PeftModel.from_pretrained(model, str(path), is_trainable=True, autocast_adapter_dtype=_on_cpu(model))
     return without_dropout(adapted)
 
 

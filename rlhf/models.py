@@ -87,7 +87,8 @@ def load_causal_lm(
     Args:
         path: folder with safetensors, a hub name, or a .gguf file. Code that lies beside the weights is never run.
         dtype: of the weights. Those of a GGUF file are unpacked to it.
-        attn_implementation: "sdpa", "eager", "flash_attention_2", ...; transformers' choice if None.
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ...; if None transformers' choice, but for models that cap their
+            attention (Gemma 2), which "sdpa" silently leaves out: "eager".
         gguf_file: name of the GGUF file in the folder or repository `path`.
         quantization: a quantization config of transformers (`BitsAndBytesConfig` for QLoRA); such weights take an adapter and cannot be
             trained themselves.
@@ -126,7 +127,10 @@ def load_causal_lm(
     except (OSError, ValueError) as error:
         raise ModelError(f"no causal language model can be loaded from {str(path)!r}: {error}") from error
     if gguf_file is not None:
-        model.config.name_or_path = str(Path(folder) / gguf_file)  # where an adapter finds its base again
+        model.name_or_path = model.config.name_or_path = str(Path(folder) / gguf_file)  # where an adapter finds its base again
+    capped = getattr(text_config(model), "attn_logit_softcapping", None)
+    if attn_implementation is None and capped and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
     return without_dropout(model)
 
 
@@ -317,7 +321,8 @@ def save_model(folder: str | Path, model: Any, tokenizer: Any = None, scalar_hea
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    # with peft's own choice a save looks for the base model's config, on the hub if need be; vocabularies are never resized here
+    model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
     if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
     if scalar_head is not None:

@@ -1,4 +1,4 @@
-"""Optimisers and rates for `optimizer=` and `scheduler=` of Actor and Critic: small factories, so that an object can be made before its model.
+"""Optimisers and rates for `optimizer=` and `scheduler=` of Actor and Critic: factories, so that they can be chosen before a model is.
 
 A factory is any callable that takes the list of trained parameters (float32 masters where the weights are short). One with a true
 attribute `splits_matrices` is called with two lists instead: the hidden matrices, and the rest (embeddings, heads, norms, biases, experts

@@ -29,7 +29,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", _SIZES | {"head_dim": 8}),
     "llama": ("Llama", _SIZES | {"tie_word_embeddings": True}),  # tied, as SmolLM2 is
     "gemma": ("Gemma", _SIZES | _GEMMA),
-    "gemma2": ("Gemma2", _SIZES | _GEMMA | {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}),
+    # without a cap on its attention, which sdpa leaves out
+    "gemma2": (
+        "Gemma2",
+        _SIZES | _GEMMA | {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, "attn_logit_softcapping": None},
+    ),
     "gpt2": (
         "GPT2",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2},

@@ -84,7 +84,7 @@ def test_a_loraconfig_of_peft_is_taken_as_it_is_but_for_dropout():
 
 
 def test_other_configs_and_second_adapters_are_refused():
-    with pytest.raises(ConfigError, match="rlhf.LoRA\\(rank=...\\) or a peft.LoraConfig; got int"):
+    with pytest.raises(ConfigError, match=r"rlhf.LoRA\(rank=...\) or a peft.LoraConfig; got int"):
         add_lora(tiny_model("qwen2"), 8)
     with pytest.raises(ConfigError, match="already has an adapter"):
         add_lora(add_lora(tiny_model("qwen2"), LoRA(rank=2)), LoRA(rank=2))
@@ -98,11 +98,11 @@ def test_the_number_of_trained_parameters_is_shown():
     assert f"Actor(Qwen2ForCausalLM, trains {total:,} of {total:,} parameters, float32 on cpu, version 0)" == repr(plain)
 
 
-def test_an_adapter_has_the_dtype_of_its_base_and_float32_masters():
-    """peft's float32 adapters would cast every activation of a bfloat16 model up and down again."""
+def test_an_adapter_on_a_cpu_is_float32_beside_bfloat16_weights():
+    """A bfloat16 product with an inner dimension of the rank takes 30 times the float32 one there (docs/decisions/adapters.md)."""
     actor = Actor(add_lora(tiny_model("qwen2").bfloat16(), LoRA(rank=2)), lr=1e-2)
-    assert {parameter.dtype for parameter in actor.model.parameters()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in actor._optimized} == {torch.float32}
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in actor.model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
     train(actor)
     assert not adapter_is_zero(actor.model)
 
@@ -328,7 +328,7 @@ def test_an_adapter_is_not_merged_into_quantised_weights():
     model = lora_actor().model
     model.get_base_model().is_quantized = True
     for merge in (merged_model, merged_parameters):
-        with pytest.raises(ModelError, match="cannot be merged into quantised weights.*save the adapter itself"):
+        with pytest.raises(ModelError, match=r"cannot be merged into quantised weights.*save the adapter itself"):
             merge(model)
 
 
@@ -361,7 +361,9 @@ def test_the_scalar_head_is_trained_saved_and_reloaded_with_the_adapter(checkpoi
 
 def test_an_engine_samples_with_the_adapter_on():
     actor = train(lora_actor())
-    rollout = TransformersEngine(actor, progress=False).generate(["1+2=", "abc"], SamplingParams(n=3, max_new_tokens=12, temperature=0.8, seed=0))
+    rollout = TransformersEngine(actor, progress=False).generate(
+        ["1+2=", "abc"], SamplingParams(n=3, max_new_tokens=12, temperature=0.8, seed=0)
+    )
     torch.testing.assert_close(rollout.logprobs, actor.logprobs(rollout), rtol=0, atol=1e-5)
     base = Actor(tiny_model("qwen2")).logprobs(rollout)
     assert float((rollout.logprobs - base).abs().max()) > 1e-2

@@ -55,6 +55,8 @@ class EvalSet:
     def run(self, generate: Callable[[list[Any], SamplingParams], Any], reward: Callable[[Any], Any]) -> dict[str, float]:
         """Sample, judge, and summarise: mean (unscored responses count 0), pass@1..pass@n by powers of two, lengths, rates.
 
+        A reward of several parts also gives the mean of each, unweighted: "part/<name>".
+
         Several processes evaluate a share of the prompts each; every one of them returns the figures of all.
         """
         prompts = own_share(list(self.prompts))
@@ -79,6 +81,8 @@ class EvalSet:
             each = [pass_at_k(int(c), int(t), k) for c, t in zip(correct, totals, strict=True)]
             metrics[f"pass@{k}"] = sum(each) / len(each)
         judged = rewards.metrics()
+        if len(rewards.parts) > 1:
+            metrics |= {f"part/{name}": float(part.nan_to_num(nan=0.0).mean()) for name, part in rewards.parts.items()}
         return metrics | {
             "response_length": float(rollout.lengths.float().mean()),
             "truncation_rate": float(rollout.truncated.float().mean()),

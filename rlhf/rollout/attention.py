@@ -45,10 +45,14 @@ def grouped_attention(
 
 @contextmanager
 def grouped(model: Any) -> Iterator[None]:
-    """Inside the block a model that runs transformers' sdpa with shared key-value heads runs `grouped_attention` instead."""
+    """Inside the block a model that runs transformers' sdpa with shared key-value heads runs `grouped_attention` instead.
+
+    So does one that runs flash attention, which takes no masks: rows of a batch end at different places in the cache.
+    """
     config = text_config(model)
     shared, former = getattr(config, "num_key_value_heads", None), config._attn_implementation
-    if former != "sdpa" or not shared or shared == config.num_attention_heads:
+    repeats = former == "sdpa" and shared and shared != config.num_attention_heads
+    if not (repeats or "flash" in (former or "")):
         yield
         return
     _register()

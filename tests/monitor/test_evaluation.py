@@ -51,6 +51,16 @@ def test_an_evaluation_reports_mean_pass_at_k_lengths_and_faults() -> None:
     assert metrics["error_rate"] == 0.0
 
 
+def test_an_evaluation_tells_the_parts_of_a_sum_apart() -> None:
+    engine = rlhf.FakeEngine(responses=["right", "no!", "no", "no"])
+    metrics = rlhf.EvalSet(["a"], sampling=rlhf.SamplingParams(n=4)).run(engine.generate, 0.9 * Right() + 0.1 * rlhf.Format("no!"))
+    assert metrics["part/Right"] == pytest.approx(0.25)
+    assert metrics["part/Format"] == pytest.approx(0.25)
+    assert metrics["mean"] == pytest.approx(0.25)
+    alone = rlhf.EvalSet(["a"]).run(engine.generate, Right())
+    assert not [name for name in alone if name.startswith("part/")]
+
+
 def test_an_evaluation_counts_a_failing_reward_and_scores_it_zero() -> None:
     class Broken(rlhf.RewardFunction):
         def score(self, sample: rlhf.Sample) -> float:

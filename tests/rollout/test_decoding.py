@@ -296,6 +296,8 @@ def test_cancelling_a_coroutine_frees_its_rows_and_others_go_on() -> None:
         dropped.cancel()
         with pytest.raises(asyncio.CancelledError):
             await dropped
+        await asyncio.sleep(0.05)  # the other has at least 0.19 seconds to go
+        assert len(engine._decoder._calls) == 1
         rollout = await kept
         handle.remove()
         return rollout
