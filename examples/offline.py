@@ -36,9 +36,11 @@ def main(passes: int = 6) -> tuple[float, float]:
             metrics = actor.update(experience.with_advantages(rlhf.GRPO()), loss)
         weights = experience.importance_weights[rollout.response_mask]
         share = float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
-        print(f"pass {number + 1}: mean weight {weights.mean():.3f}, effective share of the tokens {share:.2f}, loss {metrics['actor/loss']:+.4f}")
+        print(
+            f"pass {number + 1}: mean weight {weights.mean():.3f}, effective share of tokens {share:.2f}, loss {metrics['actor/loss']:+.3f}"
+        )
     before, after = (accuracy(policy, held_out, reward) for policy in (start, actor))
-    print(f"sorted, {len(held_out)} held-out prompts, sampled at temperature 1: {before:.2f} -> {after:.2f}, from {len(stored)} stored responses")
+    print(f"sorted, {len(held_out)} held-out prompts, sampled: {before:.2f} -> {after:.2f}, from {len(stored)} stored responses")
     return before, after
 
 

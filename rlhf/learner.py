@@ -292,8 +292,9 @@ class Learner(ABC):
             batch: an experience of B rows.
             loss: see `Loss`.
             epochs: passes over the batch.
-            mini_batch_size: responses (rows) per optimiser step over all processes; all of them if None. Whole groups are shuffled and a group is
-                split only where this size forces it; the last mini-batch of an epoch may be smaller and weighs by its own counts.
+            mini_batch_size: responses (rows) per optimiser step over all processes; all of them if None. Whole groups are shuffled and
+                a group is split only where this size forces it; the last mini-batch of an epoch may be smaller and weighs by its own
+                counts.
 
         Returns:
             metrics under "<prefix>/…": means over the optimiser steps, the largest for `…_max`, sums for `…_steps`.
@@ -368,8 +369,8 @@ class Learner(ABC):
                 torch.cuda.empty_cache()
         if self.micro_batch_tokens < asked:
             warnings.warn(
-                f"out of memory with micro_batch_tokens={asked}; {self.prefix} goes on with {self.micro_batch_tokens}. Pass this number from "
-                "the start, or gradient_checkpointing=True to fit more",
+                f"out of memory with micro_batch_tokens={asked}; {self.prefix} goes on with {self.micro_batch_tokens}. Pass this number "
+                "from the start, or gradient_checkpointing=True to fit more",
                 RLHFWarning,
                 stacklevel=3,
             )

@@ -74,7 +74,9 @@ def test_a_task_of_your_own_is_25_lines_and_an_agent_with_a_tool_is_30() -> None
 
 def test_counting_lines_leaves_out_imports_docstrings_comments_and_blanks(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
-    file.write_text('"""Doc."""\nimport os\n\n\n@property\ndef f():\n    """Doc\n    more."""\n    # why\n    return (\n        1\n    )\n\nx = 1\n')
+    file.write_text(
+        '"""Doc."""\nimport os\n\n\n@property\ndef f():\n    """Doc\n    more."""\n    # why\n    return (\n        1\n    )\n\nx = 1\n'
+    )
     assert lines_of_code(file) == 6
     assert lines_of_code(file, ("f",)) == 5
 
@@ -168,7 +170,10 @@ def test_the_json_task_runs_from_a_model_folder_to_curve_and_figures(example: An
 
 # ---------------------------------------------------------------- GSM8K
 
-SMALL = "--steps 2 --prompts-per-step 4 --mini-batch-prompts 2 --epochs 2 --max-new-tokens 8 --eval-prompts 2 --lora-rank 4".split()
+SMALL = (
+    *("--steps", "2", "--prompts-per-step", "4", "--mini-batch-prompts", "2", "--epochs", "2"),
+    *("--max-new-tokens", "8", "--eval-prompts", "2", "--lora-rank", "4"),
+)
 
 
 def gsm8k(module: ModuleType, folder: Path, *arguments: str) -> dict[str, Any]:

@@ -45,6 +45,17 @@ def test_the_first_run_learns_to_sort_by_grpo_and_by_ppo(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_three_estimators_on_one_experience_differ_in_credit_and_agree_in_direction(tmp_path: Path) -> None:
+    question = "{'credit': credit_to_alike, 'agreement': agreement, 'repeatability': repeatability, 'rows': len(rollout)}"
+    found = _executed(FOLDER / "02_compare.ipynb", tmp_path, question)
+    assert found["rows"] == 1600
+    assert found["credit"]["GRPO"] == found["credit"]["Dr. GRPO"] == 0.0
+    assert 0.1 < found["credit"]["GAE"] < 0.6  # .29 when written
+    assert len(found["agreement"]) == 3
+    assert min(found["agreement"].values()) > max(found["repeatability"].values())  # .99 and .81
+
+
+@pytest.mark.slow
 def test_an_error_in_a_notebook_fails_its_test(tmp_path: Path) -> None:
     from nbclient.exceptions import CellExecutionError
 

@@ -79,7 +79,9 @@ class ImportanceCorrection:
             ShapeError: old_logprobs has another shape than the rollout.
         """
         if rollout.logprobs is None:
-            raise RolloutError("importance correction needs the sampler's log-probabilities; the rollout has none, so leave correction= out")
+            raise RolloutError(
+                "importance correction needs the sampler's log-probabilities; the rollout has none, so leave correction= out"
+            )
         if old_logprobs.shape != rollout.response_ids.shape:
             raise ShapeError(f"old_logprobs must be {list(rollout.response_ids.shape)} like the rollout, got {list(old_logprobs.shape)}")
         mask = rollout.response_mask

@@ -90,11 +90,12 @@ def token_statistics(
     """
     temperature = temperature.to(at_least_float32(hidden.dtype))
     if chunk is None:
-        vocabulary = head.module.weight.shape[0] if hasattr(head.module, "weight") else 2**15
+        weight: Any = getattr(head.module, "weight", None)
+        vocabulary = 2**15 if weight is None else weight.shape[0]
         chunk = max(MIN_CHUNK_TOKENS, CHUNK_ELEMENTS // int(vocabulary))
 
     def statistics(hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        return _TokenStatistics.apply(head.logits(hidden), targets, temperature)  # type: ignore[return-value]
+        return _TokenStatistics.apply(head.logits(hidden), targets, temperature)
 
     if len(hidden) <= chunk:
         return statistics(hidden, targets, temperature)
