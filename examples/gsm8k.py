@@ -161,7 +161,7 @@ def make_loop(options: argparse.Namespace, parallel: Any) -> rlhf.OnPolicyLoop:
     ending = rlhf.Format(r"####\s*\$?-?\d[\d,]*(\.\d+)?\s*$", match="search")
     kl_in_loss = 0.0 if ppo else options.kl
     return rlhf.OnPolicyLoop(
-        engine=rlhf.TransformersEngine(actor, seed=options.seed),
+        engine=rlhf.TransformersEngine(actor, seed=options.seed, progress=parallel.is_main_process),
         loader=train.loader(prompts_per_step=prompts, seed=options.seed, epochs=None if options.steps is not None else 1),
         reward=(1 - options.format_weight) * rlhf.GSM8K() + options.format_weight * ending,
         actor=actor,

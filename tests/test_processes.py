@@ -22,9 +22,15 @@ from tests import processes_worker
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def launch(count: int, script: Path, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes")
+
+
+def launch(
+    launcher: tuple[str, ...], count: int, script: Path, *arguments: str, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), str(script), *arguments]
+    command = [sys.executable, "-m", *launcher, str(count), str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done
@@ -33,7 +39,7 @@ def launch(count: int, script: Path, *arguments: str, timeout: float = 300) -> s
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("processes")
-    launch(request.param, ROOT / "tests" / "processes_worker.py", str(folder))
+    launch(TORCHRUN, request.param, ROOT / "tests" / "processes_worker.py", str(folder))
     found = {name: [torch.load(folder / f"{name}-{i}.pt") for i in range(request.param)] for name in processes_worker.CASES}
     assert all(part["processes"] == request.param for parts in found.values() for part in parts)
     found["file"] = [{"lines": [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]}]
@@ -99,7 +105,7 @@ def test_one_process_writes_the_metrics_file(results: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_learns_in_two_processes(tmp_path: Path) -> None:
-    done = launch(2, ROOT / "examples" / "quickstart.py", "--quiet", "--out", str(tmp_path), timeout=600)
+    done = launch(ACCELERATE, 2, ROOT / "examples" / "quickstart.py", "--quiet", "--out", str(tmp_path), timeout=600)
     result = json.loads((tmp_path / "quickstart.json").read_text())
     assert result["processes"] == 2
     assert done.stdout.count("wrote ") == 1, "both processes wrote"
