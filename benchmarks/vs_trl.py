@@ -251,9 +251,7 @@ def race(options: argparse.Namespace) -> dict[str, Any]:
             for side, result in results.items():
                 runs[side].append(summarise(result))
                 print(f"turn {turn + 1} {side:5} " + "  ".join(f"{name} {value:.2f}" for name, value in runs[side][-1].items()), flush=True)
-    median = {
-        side: {name: statistics.median(run[name] for run in sides) for name in sides[0]} for side, sides in runs.items()
-    }
+    median = {side: {name: statistics.median(run[name] for run in sides) for name in sides[0]} for side, sides in runs.items()}
     ratios = {
         "tokens_per_cpu_second": median["ours"]["tokens_per_cpu_second"] / median["trl"]["tokens_per_cpu_second"],
         "peak_memory": median["ours"]["peak_gib"] / median["trl"]["peak_gib"],

@@ -82,6 +82,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     objective.add_argument("--actor-lr", type=float, help="(preset)")
     objective.add_argument("--critic-lr", type=float, help="(preset)")
     objective.add_argument("--format-weight", type=float, help="share of the reward paid for ending in '#### number' (preset)")
+    grader_help = "strict: what is behind the last '####' only; flexible: else the last number (default: %(default)s)"
+    objective.add_argument("--grader", choices=("strict", "flexible"), default="strict", help=grader_help)
     objective.add_argument("--clip", type=float, default=0.2, help="(default: %(default)s)")
     objective.add_argument("--kl", type=float, default=0.001, help="coefficient of the KL to the start; 0 for none (default: %(default)s)")
     objective.add_argument("--entropy", type=float, default=0.01, help="coefficient of the entropy bonus (default: %(default)s)")
@@ -163,7 +165,7 @@ def make_loop(options: argparse.Namespace, parallel: Any) -> rlhf.OnPolicyLoop:
     return rlhf.OnPolicyLoop(
         engine=rlhf.TransformersEngine(actor, seed=options.seed, progress=parallel.is_main_process),
         loader=train.loader(prompts_per_step=prompts, seed=options.seed, epochs=None if options.steps is not None else 1),
-        reward=(1 - options.format_weight) * rlhf.GSM8K() + options.format_weight * ending,
+        reward=(1 - options.format_weight) * rlhf.GSM8K(options.grader) + options.format_weight * ending,
         actor=actor,
         critic=critic,
         reference=actor.reference() if options.kl else None,

@@ -32,11 +32,20 @@ class LoRA:
         rank: of the update.
         alpha: the update is scaled by alpha / rank; 2 × rank if None.
         target_modules: names of the layers, or "all-linear" (the head excepted).
+
+    Raises:
+        ConfigError: rank or alpha is out of range.
     """
 
     rank: int = 32
     alpha: float | None = None
     target_modules: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ConfigError(f"rank must be a whole number of at least 1; got {self.rank!r}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ConfigError(f"alpha must be above 0, or None for 2 × rank; got {self.alpha}")
 
 
 def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
@@ -46,7 +55,7 @@ def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
     dimension of `rank` are slow in bfloat16 there, see docs/decisions/adapters.md.
 
     Raises:
-        ConfigError: `lora` is something else, or `model` has an adapter already.
+        ConfigError: `lora` is something else or does not fit `model`, or `model` has an adapter already.
     """
     import peft
 
@@ -61,7 +70,11 @@ def add_lora(model: nn.Module, lora: LoRA | Any) -> nn.Module:
         )
     elif not isinstance(lora, peft.LoraConfig):
         raise ConfigError(f"lora must be rlhf.LoRA(rank=...) or a peft.LoraConfig; got {type(lora).__name__}")
-    return without_dropout(peft.get_peft_model(model, lora, autocast_adapter_dtype=_on_cpu(model)))
+    try:
+        adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=_on_cpu(model))
+    except ValueError as error:  # target_modules that the model does not have, above all
+        raise ConfigError(f"the adapter does not fit {type(model).__name__}: {error}") from error
+    return without_dropout(adapted)
 
 
 def _on_cpu(model: nn.Module) -> bool:

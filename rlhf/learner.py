@@ -5,23 +5,25 @@ Legend: B rows, T longest response, b rows of a micro-batch.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rlhf.errors import ConfigError, RLHFWarning
+from rlhf.errors import ConfigError, RLHFWarning, unknown_option
 from rlhf.models import base_model, experts_per_token, hidden_matrices, router_loss_coef
-from rlhf.optim import adamw
+from rlhf.optim import MasterWeights, adamw, is_short
 from rlhf.parallel import gather_objects, sum_gradients, sum_over_processes
 from rlhf.rollout.batch import Rollout
 from rlhf.rollout.groups import groups_of_all
-from rlhf.scoring import Pack, PackedBackbone, PackedBatch, collate, plan_micro_batches
+from rlhf.scoring import Pack, PackedBackbone, PackedBatch, check_readable, collate, plan_micro_batches
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -110,12 +112,12 @@ class Learner(ABC):
     ) -> None:
         if optimizer is not None and lr is not None:
             raise ConfigError("lr and optimizer were both given; the factory sets its own rate: leave lr out")
-        if lr is not None and not (math.isfinite(lr) and lr >= 0):
-            raise ConfigError(f"lr must be a finite number of at least 0; got {lr}")
+        if lr is not None and not (isinstance(lr, Real) and math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"lr must be a finite number of at least 0; got {lr!r}")
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0; got {max_grad_norm} (float('inf') leaves gradients as they are)")
-        if micro_batch_tokens is not None and micro_batch_tokens < 1:
-            raise ConfigError(f"micro_batch_tokens must be at least 1; got {micro_batch_tokens}")
+        if micro_batch_tokens is not None:
+            _check_count("micro_batch_tokens", micro_batch_tokens)
         self.module = module
         self.router_loss_coef = _router_loss_coef(module.model, router_loss_coef)
         self.max_grad_norm = max_grad_norm
@@ -132,9 +134,13 @@ class Learner(ABC):
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not self._trained:
             raise ConfigError("no parameter requires a gradient: there is nothing to train")
-        self._masters = _MasterWeights(self._trained) if master_weights and any(map(_is_short, self._trained)) else None
+        self._masters = MasterWeights(self._trained) if master_weights and any(map(is_short, self._trained)) else None
         self._optimized = self._masters.parameters if self._masters else self._trained
         self.optimizer = self._make_optimizer(optimizer or adamw(DEFAULT_LR if lr is None else lr))
+        if scheduler is not None and not callable(scheduler):
+            raise ConfigError(
+                f"scheduler must be a factory, optimizer -> LRScheduler, such as rlhf.linear_decay(1000); got {type(scheduler).__name__}"
+            )
         self.scheduler = scheduler(self.optimizer) if scheduler else None
 
     @property
@@ -142,11 +148,24 @@ class Learner(ABC):
         return self.module.device
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        if not callable(factory):
+            raise ConfigError(
+                f"optimizer must be a factory, parameters -> torch.optim.Optimizer, such as rlhf.adamw(1e-5); got {type(factory).__name__}"
+            )
+        made = factory(*self._parameters_for(factory))
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer must make a torch.optim.Optimizer of the parameters; got {type(made).__name__}. Factories of rlhf take their "
+                "rate first: rlhf.adamw(1e-5)"
+            )
+        return made
+
+    def _parameters_for(self, factory: OptimizerFactory) -> list[list[nn.Parameter]]:
         if not getattr(factory, "splits_matrices", False):
-            return factory(self._optimized)
+            return [self._optimized]
         hidden = {id(parameter) for parameter in hidden_matrices(self.module)}
         pairs = list(zip(self._trained, self._optimized, strict=True))
-        return factory([own for weight, own in pairs if id(weight) in hidden], [own for weight, own in pairs if id(weight) not in hidden])
+        return [[own for weight, own in pairs if (id(weight) in hidden) is wanted] for wanted in (True, False)]
 
     def __repr__(self) -> str:
         trained = sum(parameter.numel() for parameter in self._trained)
@@ -179,8 +198,10 @@ class Learner(ABC):
             the loss and its metrics under "<prefix>/…".
 
         Raises:
-            ConfigError: loss weights are negative or NaN, or stand on tokens that the policy did not sample.
+            ConfigError: loss weights are negative or NaN, or stand on tokens that the policy did not sample; the loss returns something
+                else than a LossOutput with a gradient.
         """
+        _check_loss(loss)
         mask = batch.loss_weights > 0
         if not bool((batch.loss_weights >= 0).all()):
             raise ConfigError("loss_weights must be at least 0; got negative numbers or NaN. A token to be left out has weight 0")
@@ -223,6 +244,7 @@ class Learner(ABC):
 
     def _accumulate(self, batch: TrainingBatch, loss: Loss, weights: Tensor, read: Tensor) -> _Totals:
         totals = _Totals()
+        check_readable(batch.rollout, self.module.model)
         for packs, rows in self._micro_batches(batch.rollout):
             part, part_weights = batch.select(rows), weights[rows].to(self.device)
             packed = collate(part.rollout, packs, layout=self.module.layout, last_token=self.last_token).to(self.device)
@@ -230,7 +252,7 @@ class Learner(ABC):
                 output, router_loss = self._output(packed, (len(rows), weights.shape[1]))
             if "entropy" not in getattr(loss, "needs", ()) and isinstance(output, PolicyOutput):
                 output = output._replace(entropy=output.entropy.detach())
-            value, metrics = loss(output, part.to(self.device), part_weights)
+            value, metrics = _checked_output(loss, loss(output, part.to(self.device), part_weights))
             if router_loss is not None:
                 value = value + self.router_loss_coef * router_loss * (packed.readers.sum() / read.to(self.device))
                 metrics = {**metrics, "router_loss": router_loss.detach()}
@@ -302,15 +324,19 @@ class Learner(ABC):
         Raises:
             ConfigError: no epochs, an empty batch, or a mini-batch larger than the batch.
         """
-        if epochs < 1:
-            raise ConfigError(f"epochs must be at least 1; got {epochs}")
+        _check_count("epochs", epochs)
+        _check_loss(loss)
+        if not hasattr(batch, "rollout"):
+            raise ConfigError(
+                f"update takes an Experience; got {type(batch).__name__}. Make one: make_experience(rollout, rewards, actor=actor)"
+            )
         if not len(batch):
             raise ConfigError("the batch has no responses; expected at least one to train on. Generate some, or skip this update")
         groups, own = groups_of_all(batch.rollout)
         size = len(groups) if mini_batch_size is None else mini_batch_size
-        if not 1 <= size <= len(groups):
+        if not isinstance(size, int) or not 1 <= size <= len(groups):
             raise ConfigError(
-                f"mini_batch_size must be between 1 and the {len(groups)} responses of the batch; got {size}. It counts responses, not "
+                f"mini_batch_size must be between 1 and the {len(groups)} responses of the batch; got {size!r}. It counts responses, not "
                 "prompts, over all processes"
             )
         steps: list[dict[str, float]] = []
@@ -377,6 +403,59 @@ class Learner(ABC):
         return result
 
 
+# Names used elsewhere, for the error that suggests ours.
+_ALIASES = {
+    "learning_rate": "lr",
+    "grad_clip": "max_grad_norm",
+    "peft_config": "lora",
+    "torch_dtype": "dtype",
+    "weight_decay": "optimizer",
+    "betas": "optimizer",
+    "accelerator": "parallel",
+    "quantization_config": "quantization",
+}
+
+
+def check_options(kind: type[Learner], options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a keyword that `kind` does not know, before a large model is loaded to find out."""
+    makers = [vars(owner)["__init__"] for owner in kind.__mro__ if "__init__" in vars(owner)] + [kind.from_pretrained]  # type: ignore[attr-defined]
+    parameters = [parameter for maker in makers for parameter in inspect.signature(maker).parameters.values()]
+    known = dict.fromkeys(parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY)
+    for name in options:
+        if name not in known:
+            raise unknown_option(f"a keyword of {kind.__name__}.from_pretrained", name, known, _ALIASES)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number; got {value!r}")
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1; got {value}")
+
+
+def _check_loss(loss: object) -> None:
+    if isinstance(loss, type) or not callable(loss):
+        got = f"the class {loss.__name__}; write {loss.__name__}()" if isinstance(loss, type) else f"{loss!r:.80}"
+        raise ConfigError(f"loss must be a callable loss(output, batch, weights) -> LossOutput, such as PolicyLoss(); got {got}")
+
+
+def _checked_output(loss: Any, result: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """What a user's loss returned, if a gradient can be taken of it."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise ConfigError(f"{name} must return LossOutput(loss, metrics), metrics a dict; got {type(result).__name__}")
+    value, metrics = result
+    if not isinstance(value, Tensor) or value.dim():
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"the loss of {name} must be a 0-dim tensor, the sum (losses * weights).sum(); got {got}")
+    if not value.requires_grad:
+        raise ConfigError(
+            f"the loss of {name} must have a gradient, got none; compute it from the output without detach(), and give the loss an "
+            'attribute needs = {"entropy"} if it is made of output.entropy'
+        )
+    return value, metrics
+
+
 def _router_loss_coef(model: Any, asked: float | None) -> float:
     if asked is None:
         return router_loss_coef(model)
@@ -434,27 +513,3 @@ class _Totals:
             values = [part[2][name] for part in parts if name in part[2]]
             result[name] = max(values) if name.endswith("_max") else sum(values) / count
         return result
-
-
-class _MasterWeights:
-    """float32 copies of the trained weights: gradients of any precision are summed in them, steps are rounded once."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        self._weights = weights
-        self.parameters = [nn.Parameter(weight.detach().float()) if _is_short(weight) else weight for weight in weights]
-
-    def collect(self) -> None:
-        for weight, master in zip(self._weights, self.parameters, strict=True):
-            if weight is not master and weight.grad is not None:
-                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
-                weight.grad = None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        for weight, master in zip(self._weights, self.parameters, strict=True):
-            if weight is not master:
-                weight.copy_(master)
-
-
-def _is_short(parameter: Tensor) -> bool:
-    return parameter.dtype in (torch.bfloat16, torch.float16)

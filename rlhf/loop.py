@@ -11,16 +11,17 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from rlhf.data import PromptDataset
 from rlhf.errors import ConfigError
 from rlhf.learner import Loss
 from rlhf.monitor import EvalSet, MetricsFile, combine_processes
 from rlhf.parallel import gather_objects, is_main_process
-from rlhf.ppo import Actor, Critic, KLPenalty, PolicyLoss, ValueLoss, make_experience
+from rlhf.ppo import GAE, Actor, Critic, KLPenalty, PolicyLoss, ValueLoss, make_experience
 from rlhf.ppo.experience import Correction, Estimator, ScoresTokens
 from rlhf.reward.rewards import Rewards
 from rlhf.rollout.batch import Rollout
 from rlhf.rollout.engine import RolloutEngine
-from rlhf.rollout.sampling import SamplingParams
+from rlhf.rollout.sampling import SamplingParams, check_sampling
 
 
 @dataclass
@@ -73,8 +74,8 @@ class OnPolicyLoop:
     metrics_file: str | Path | None = None
     progress: bool = True
     steps: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list, repr=False)
+    evaluations: list[dict[str, float]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.critic_warmup and self.critic is None:
@@ -83,13 +84,40 @@ class OnPolicyLoop:
             raise ConfigError("kl= needs a reference; pass reference=actor.reference()")
         if self.eval_every and not self.evals:
             raise ConfigError(f"eval_every={self.eval_every} has nothing to evaluate; pass evals={{'name': EvalSet(...)}}")
+        self._check_parts()
         self._file = MetricsFile(self.metrics_file) if self.metrics_file is not None and is_main_process() else None
+
+    def _check_parts(self) -> None:
+        """Say before the first rollout what would fail, or do nothing, after it."""
+        name = type(self.estimator).__name__
+        if isinstance(self.loader, PromptDataset):
+            raise ConfigError("loader must yield batches, got a PromptDataset; pass prompts.loader(prompts_per_step=128)")
+        for part, value in (("reward", self.reward), ("estimator", self.estimator), ("loss", self.loss), ("value_loss", self.value_loss)):
+            if isinstance(value, type) or not callable(value):
+                got = f"the class {value.__name__}; write {value.__name__}()" if isinstance(value, type) else f"{value!r:.80}"
+                raise ConfigError(f"{part} must be an object that can be called; got {got}")
+        if not isinstance(self.evals, Mapping) or not all(isinstance(each, EvalSet) for each in self.evals.values()):
+            raise ConfigError(f"evals must be a dict from name to EvalSet, {{'name': EvalSet(prompts)}}; got {type(self.evals).__name__}")
+        if isinstance(self.estimator, GAE) and self.critic is None:
+            raise ConfigError("GAE needs a critic; pass critic=, or an estimator that does without, such as GRPO()")
+        if getattr(self.estimator, "reads", None) == "scores" and (self.kl is not None or self.critic is not None):
+            used, advice = ("kl=", "PolicyLoss(kl_coef=...)") if self.kl is not None else ("critic=", "GAE(), or leave critic= out")
+            raise ConfigError(f"{name} reads one score a response, so {used} has no place to act; use {advice}")
+        if getattr(self.loss, "kl_coef", 0) and self.reference is None:
+            raise ConfigError("kl_coef of the loss needs a reference; pass reference=actor.reference()")
+        if not isinstance(self.engine, RolloutEngine):
+            return  # a callable samples as it likes
+        check_sampling(self.sampling)
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling has temperature 0, and greedy responses cannot be trained on; use SamplingParams(temperature=1.0)")
+        if self.sampling.filtered and self.correction is None:
+            raise ConfigError("sampling filters by top-p, top-k or min-p, which training cannot see; leave them out, or pass correction=")
 
     def run(self, steps: int | None = None) -> list[dict[str, float]]:
         """Make `steps` further steps, or as many as the loader has batches for; returns their metrics."""
         first = len(self.history)
         batches = iter(self.loader)
-        with tqdm(total=steps, desc="train", unit="step", disable=not (self.progress and is_main_process())) as bar:
+        with tqdm(total=self._expected(steps), desc="train", unit="step", disable=not (self.progress and is_main_process())) as bar:
             while steps is None or len(self.history) - first < steps:
                 if self.eval_every and self.steps % self.eval_every == 0:
                     self._record_evaluation()
@@ -100,6 +128,14 @@ class OnPolicyLoop:
             if self.eval_every:
                 self._record_evaluation()
         return self.history[first:]
+
+    def _expected(self, steps: int | None) -> int | None:
+        """How many steps a run will make, for the bar; None where the loader does not say."""
+        try:
+            left: int | None = len(self.loader) - getattr(self.loader, "batches", 0)  # type: ignore[arg-type]
+        except TypeError:
+            left = None
+        return left if steps is None else steps if left is None else min(steps, left)
 
     def step(self, batch: list[Any]) -> dict[str, float]:
         """One step on a batch of prompts; returns its metrics."""

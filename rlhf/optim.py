@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.errors import ConfigError, missing_dependency
 
@@ -152,6 +152,8 @@ def cosine_decay(steps: int, *, warmup: int = 0, final: float = 0.0) -> Schedule
 
 
 def _decay(steps: int, warmup: int, final: float, shape: Callable[[float], float]) -> SchedulerFactory:
+    if not isinstance(steps, int):
+        raise ConfigError(f"steps must be a whole number of optimiser steps; got {type(steps).__name__}")
     if not 0 <= warmup < steps:
         raise ConfigError(f"warmup must be at least 0 and below steps; got warmup={warmup}, steps={steps}. Both count optimiser steps")
     if not 0 <= final <= 1:
@@ -164,3 +166,34 @@ def _decay(steps: int, warmup: int, final: float, shape: Callable[[float], float
         return final + (1 - final) * shape(progress)
 
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+class MasterWeights:
+    """float32 copies of the trained weights: gradients of any precision are summed in them, steps are rounded once.
+
+    Attributes:
+        parameters: what the optimiser steps: a copy for each weight of lower precision, the weight itself else.
+    """
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self._weights = weights
+        self.parameters = [nn.Parameter(weight.detach().float()) if is_short(weight) else weight for weight in weights]
+
+    def collect(self) -> None:
+        """Move the gradients of the weights to their copies, adding to what is there."""
+        for weight, master in zip(self._weights, self.parameters, strict=True):
+            if weight is not master and weight.grad is not None:
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+                weight.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the copies into the weights, after a step."""
+        for weight, master in zip(self._weights, self.parameters, strict=True):
+            if weight is not master:
+                weight.copy_(master)
+
+
+def is_short(parameter: Tensor) -> bool:
+    """Whether small steps would be rounded away in this dtype."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.learner import PolicyOutput
 from rlhf.parallel import num_processes, own_share
 from rlhf.ppo.experience import Experience
-from rlhf.ppo.losses import LossOutput, token_weights
+from rlhf.ppo.losses import LossOutput, check_aggregation, token_weights
 from rlhf.rollout.batch import Rollout
 
 
@@ -26,11 +26,18 @@ class SupervisedLoss:
         loss = −Σₜ wₜ log π(yₜ | x, y₁ … yₜ₋₁)
 
     Args:
-        aggregate: how token losses become one number, see `rlhf.ppo.token_weights`.
+        aggregate: how token losses become one number, see `rlhf.ppo.token_weights`; "constant" is not for this loss.
+
+    Raises:
+        ConfigError: aggregate is unknown.
     """
 
     def __init__(self, aggregate: str = "token-mean") -> None:
+        check_aggregation(aggregate, None)
         self.aggregate = aggregate
+
+    def __repr__(self) -> str:
+        return f"SupervisedLoss(aggregate={self.aggregate!r})"
 
     def weights(self, mask: Tensor, *, tokens: int | Tensor | None = None, sequences: int | Tensor | None = None) -> Tensor:
         """[B, T] the weight of each token, from the counts of the whole mini-batch."""

@@ -69,7 +69,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 def test_a_task_of_your_own_is_25_lines_and_an_agent_with_a_tool_is_30() -> None:
     assert lines_of_code(FOLDER / "own_task.py", ("LargestDigit", "main")) <= 25
-    assert lines_of_code(FOLDER / "tools.py", ("calculator", "episode", "sample", "right_sum")) <= 30
+    assert lines_of_code(FOLDER / "tools.py", ("calculator", "episode", "sample", "right_sum", "main")) <= 30
 
 
 def test_counting_lines_leaves_out_imports_docstrings_comments_and_blanks(tmp_path: Path) -> None:
@@ -99,10 +99,9 @@ def test_it_learns_and_prints_so(example: Any, name: str, start_below: float, ba
     assert f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
 
 
-def test_the_calculator_answers_calls_and_nothing_else(example: Any) -> None:
+def test_the_calculator_adds_what_it_is_given_and_never_fails(example: Any) -> None:
     calculator = example("tools").calculator
-    assert calculator("34+57#") == "91!"
-    assert [calculator(text) for text in ("34+#", "+7#", "34+57", "1+2+3#", "")] == ["!"] * 5
+    assert [calculator(call) for call in ("34+57#", "34+#", "#", "+=?!")] == ["91!", "34!", "0!", "0!"]
 
 
 def test_the_ids_of_the_tool_are_not_trained_on(example: Any) -> None:
@@ -113,7 +112,7 @@ def test_the_ids_of_the_tool_are_not_trained_on(example: Any) -> None:
     said = {"34+57=": "34+57#", "34+57=34+57#91!": "91"}
     engine = rlhf.FakeEngine(tokenizer, responses=lambda prompt, number, seed: said[tokenizer.decode(prompt.ids)])
     prompts = rlhf.PromptDataset([{"prompt": "34+57=", "ground_truth": "91"}], tokenizer)
-    rollout = asyncio.run(tools.sample(engine, prompts[:], n=2))
+    rollout = asyncio.run(tools.sample(engine, prompts[:], n=2, temperature=1.0))
     assert rollout.texts == ["34+57#91!91"] * 2
     sampled = tokenizer.decode(rollout.response_ids[0][rollout.response_mask[0]], skip_special_tokens=True)
     assert sampled == "34+57#91"
@@ -205,6 +204,17 @@ def test_gsm8k_evaluates_the_start_alone_in_zero_steps(example: Any, folder: Pat
     summary = gsm8k(example("gsm8k"), folder, *SMALL, "--steps", "0")
     assert [evaluation["step"] for evaluation in summary["evaluations"]] == [0]
     assert summary["reward"] == []
+
+
+def test_gsm8k_grades_as_it_is_told(example: Any, folder: Path) -> None:
+    module = example("gsm8k")
+    for grader, score in (("strict", 0.0), ("flexible", 0.9)):
+        options = module.parse(["--model", str(folder / "model"), "--data", str(folder / "data"), "--grader", grader, *SMALL])
+        options.out = folder
+        reward = module.make_loop(options, rlhf.make_accelerator()).reward
+        rollout = rlhf.FakeEngine(responses=["so 91"]).generate("34 + 57", rlhf.SamplingParams())
+        rollout.rows[0]["ground_truth"] = "91"
+        assert reward(rollout).scores.tolist() == pytest.approx([score])
 
 
 def test_gsm8k_reads_parquet_of_either_schema(example: Any, folder: Path) -> None:

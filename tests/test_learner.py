@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+import rlhf
 from rlhf import Actor, ConfigError, Critic, Experience, LossOutput, PolicyLoss, RLHFWarning, Rollout, ValueLoss
 from rlhf.learner import combine_steps
 from rlhf.models import ScalarHead
@@ -633,11 +634,48 @@ def test_a_scheduler_steps_once_per_optimiser_step():
         ({"lr": math.nan}, "lr must be a finite number"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0; got 0.0"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1; got 0"),
+        ({"micro_batch_tokens": 1.5}, "micro_batch_tokens must be a whole number; got 1.5"),
+        ({"lr": "1e-3"}, "lr must be a finite number of at least 0; got '1e-3'"),
+        ({"optimizer": "adamw"}, "optimizer must be a factory.*got str"),
+        ({"optimizer": rlhf.adamw}, r"must make a torch.optim.Optimizer.*got adamw.*rlhf.adamw\(1e-5\)"),
+        ({"scheduler": "cosine"}, "scheduler must be a factory.*got str"),
+        ({"scheduler": rlhf.linear_decay}, "steps must be a whole number of optimiser steps; got AdamW"),
     ],
 )
 def test_options_that_contradict_or_are_out_of_range_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Actor(tiny_model("qwen2"), **options)
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        ("ppo", "loss must be a callable.*got 'ppo'"),
+        (PolicyLoss, r"got the class PolicyLoss; write PolicyLoss\(\)"),
+        (lambda policy, batch, weights: (policy.logprobs * weights).sum(), "must return LossOutput.*got Tensor"),
+        (lambda policy, batch, weights: None, "must return LossOutput.*got NoneType"),
+        (lambda policy, batch, weights: LossOutput(policy.logprobs * weights, {}), r"must be a 0-dim tensor.*got shape \[6, "),
+        (lambda policy, batch, weights: LossOutput((policy.entropy * weights).sum(), {}), r'must have a gradient.*needs = \{"entropy"\}'),
+    ],
+)
+def test_what_a_loss_of_ones_own_forgets_is_named_and_leaves_no_trace(loss, message):
+    actor = actor_of(dtype=torch.float32)
+    before = weights_of(actor)
+    with pytest.raises(ConfigError, match=message):
+        actor.update(batch_of(dtype=torch.float32), loss)
+    assert_unchanged(actor, before)
+    assert gradients(actor.module) == {}
+
+
+@pytest.mark.parametrize("options", [{"epochs": 1.5}, {"epochs": "2"}, {"mini_batch_size": 2.5}])
+def test_counts_of_an_update_are_whole_numbers(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        actor_of(dtype=torch.float32).update(batch_of(dtype=torch.float32), PolicyLoss(), **options)
+
+
+def test_a_rollout_is_no_experience():
+    with pytest.raises(ConfigError, match=r"takes an Experience; got Rollout\. Make one: make_experience"):
+        actor_of(dtype=torch.float32).update(ragged_rollout(), PolicyLoss())
 
 
 def test_a_model_without_trainable_parameters_is_refused():

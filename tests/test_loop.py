@@ -136,11 +136,49 @@ def test_a_sampler_is_told_the_results_of_each_step(parts: dict[str, Any]) -> No
         ({"critic_warmup": 3}, "needs a critic"),
         ({"kl": rlhf.KLPenalty(0.1)}, "needs a reference"),
         ({"eval_every": 5}, "nothing to evaluate"),
+        ({"eval_every": 5, "evals": [1]}, "evals must be a dict from name to EvalSet.*got list"),
+        ({"estimator": rlhf.GAE()}, "GAE needs a critic"),
+        ({"estimator": rlhf.GRPO}, r"the class GRPO; write GRPO\(\)"),
+        ({"reward": None}, "reward must be an object that can be called; got None"),
+        ({"loss": rlhf.PolicyLoss(kl_coef=0.1)}, "kl_coef of the loss needs a reference"),
+        ({"kl": rlhf.KLPenalty(0.1), "reference": rlhf.FakeEngine()}, "GRPO reads one score a response, so kl= has no place"),
+        ({"critic": object()}, "so critic= has no place to act; use GAE"),
+        ({"sampling": None}, "sampling must be SamplingParams, got NoneType"),
+        ({"sampling": rlhf.SamplingParams(temperature=0.0)}, "sampling has temperature 0"),
+        ({"sampling": rlhf.SamplingParams(top_p=0.9)}, "or pass correction="),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(parts: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        rlhf.OnPolicyLoop(**parts, **options)
+        rlhf.OnPolicyLoop(**parts | options)
+
+
+@pytest.mark.parametrize("end_too", [False, True])
+def test_no_pad_token_is_needed(parts: dict[str, Any], end_too: bool) -> None:
+    """Ragged rows are padded inside, with ids that nobody reads; a tokenizer whose pad token is its end token is no trap either."""
+    tokenizer = parts["actor"].tokenizer
+    with_pad = rlhf.OnPolicyLoop(**parts).run(1)[0]
+    tokenizer.pad_token = tokenizer.eos_token if end_too else None
+    actor = rlhf.Actor(tiny_model("qwen2"), tokenizer, lr=1e-3)
+    dataset = parts["loader"].dataset
+    again = parts | {"actor": actor, "engine": rlhf.TransformersEngine(actor, seed=0), "loader": dataset.loader(4, seed=0, epochs=2)}
+    without = rlhf.OnPolicyLoop(**again).run(1)[0]
+    assert [without[name] == with_pad[name] for name in ("reward/mean", "actor/grad_norm", "rollout/response_length")] == [True] * 3
+
+
+def test_a_dataset_is_no_loader(parts: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"pass prompts\.loader\(prompts_per_step=128\)"):
+        rlhf.OnPolicyLoop(**parts | {"loader": parts["loader"].dataset})
+
+
+def test_the_bar_knows_how_many_steps_there_will_be_and_the_repr_stays_short(parts: dict[str, Any]) -> None:
+    loop = rlhf.OnPolicyLoop(**parts)
+    assert [loop._expected(steps) for steps in (None, 3, 99)] == [8, 3, 8]
+    loop.run(2)
+    assert loop._expected(None) == 6
+    assert "reward/mean" not in repr(loop)
+    endless = rlhf.OnPolicyLoop(**parts | {"loader": parts["loader"].dataset.loader(4, epochs=None)})
+    assert [endless._expected(steps) for steps in (None, 5)] == [None, 5]
 
 
 def test_a_reward_that_fails_on_one_sample_is_counted_and_the_run_goes_on(parts: dict[str, Any]) -> None:

@@ -86,6 +86,12 @@ def test_a_loraconfig_of_peft_is_taken_as_it_is_but_for_dropout():
 def test_other_configs_and_second_adapters_are_refused():
     with pytest.raises(ConfigError, match=r"rlhf.LoRA\(rank=...\) or a peft.LoraConfig; got int"):
         add_lora(tiny_model("qwen2"), 8)
+    with pytest.raises(ConfigError, match="rank must be a whole number of at least 1; got 0"):
+        LoRA(rank=0)
+    with pytest.raises(ConfigError, match="alpha must be above 0"):
+        LoRA(alpha=0)
+    with pytest.raises(ConfigError, match=r"does not fit Qwen2ForCausalLM.*q_projj"):
+        add_lora(tiny_model("qwen2"), LoRA(target_modules=("q_projj",)))
     with pytest.raises(ConfigError, match="already has an adapter"):
         add_lora(add_lora(tiny_model("qwen2"), LoRA(rank=2)), LoRA(rank=2))
 

@@ -119,6 +119,14 @@ def test_an_engine_loads_a_checkpoint_by_itself_and_takes_an_actors_weights(fami
     assert engine.weight_version == 1
 
 
+@pytest.mark.parametrize("kind", [Actor, Critic])
+def test_a_misspelt_keyword_is_named_before_anything_is_loaded(kind):
+    with pytest.raises(ConfigError, match=r"keyword of \w+\.from_pretrained must be one of .*'learning_rate'; did you mean 'lr'\?"):
+        kind.from_pretrained("nowhere", learning_rate=1e-5)
+    with pytest.raises(ConfigError, match="did you mean 'micro_batch_tokens'"):
+        kind.from_pretrained("nowhere", micro_batch_token=64)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_critic_of_a_checkpoint_trains(family, checkpoints):
     critic, rollout = Critic.from_pretrained(checkpoints(family), lr=1e-2, device="cpu"), ragged_rollout()

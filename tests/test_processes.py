@@ -26,9 +26,7 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
 ACCELERATE = ("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes")
 
 
-def launch(
-    launcher: tuple[str, ...], count: int, script: Path, *arguments: str, timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
+def launch(launcher: tuple[str, ...], count: int, script: Path, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", *launcher, str(count), str(script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)

@@ -130,8 +130,10 @@ class PromptDataset(Sequence[Prompt]):
     ) -> None:
         if overlong not in OVERLONG:
             raise unknown_option("overlong", overlong, OVERLONG, {"left": "truncate_left", "right": "truncate_right", "filter": "drop"})
-        if max_prompt_tokens is not None and max_prompt_tokens < 1:
-            raise ConfigError(f"max_prompt_tokens must be at least 1, got {max_prompt_tokens}; use None for no limit")
+        if tokenizer is None:
+            raise ConfigError("tokenizer must be the policy's tokenizer, got None; pass actor.tokenizer or rlhf.load_tokenizer(path)")
+        if max_prompt_tokens is not None and (not isinstance(max_prompt_tokens, int) or max_prompt_tokens < 1):
+            raise ConfigError(f"max_prompt_tokens must be a whole number, at least 1, got {max_prompt_tokens!r}; use None for no limit")
         if max_prompt_tokens is None and overlong != "error":
             raise ConfigError(f"overlong={overlong!r} needs a limit, got max_prompt_tokens=None; set max_prompt_tokens")
         template_kwargs = _checked_template_kwargs(chat_template_kwargs)
@@ -244,7 +246,7 @@ class PromptDataset(Sequence[Prompt]):
         Raises:
             ConfigError: one of the two would be empty.
         """
-        count = int(held_out)
+        count = int(held_out) if isinstance(held_out, (int, float)) else 0
         if isinstance(held_out, float):
             count = round(held_out * len(self)) if held_out < 1 else 0  # 1.0 could mean one row or all of them
         if not 0 < count < len(self):

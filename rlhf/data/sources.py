@@ -169,6 +169,8 @@ def strip_none(value: Any) -> Any:
 def _path_list(paths: Paths) -> list[str]:
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
+    if not isinstance(paths, Iterable):
+        raise DataError(f"expected a path or a list of paths, got {type(paths).__name__}")
     names = [os.fspath(path) for path in paths]
     if not names:
         raise DataError("expected a path or a list of paths, got an empty list")

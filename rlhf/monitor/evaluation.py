@@ -39,7 +39,7 @@ class EvalSet:
     Attributes:
         prompts: a `PromptDataset` or a list of prompts; all of them are used.
         reward: judges the responses; the loop's own if None.
-        sampling: greedy, one response, if None. Its `max_new_tokens` should be that of training.
+        sampling: greedy, one response, if left out. Its `max_new_tokens` should be that of training.
         correct_above: a response is right for pass@k if its score is above this.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf.adapters import LoRA, is_adapted, load_model, merged_model
 from rlhf.errors import ModelError
-from rlhf.learner import Learner, Loss, ValueOutput
+from rlhf.learner import Learner, Loss, ValueOutput, check_options
 from rlhf.models import ScalarHead, at_least_float32, backbone_of, load_scalar_head, save_model, text_config
 from rlhf.ppo.objectives import ValueLoss
 from rlhf.rollout.batch import Rollout
@@ -68,6 +68,7 @@ class Critic(Learner):
 
         See `Actor.from_pretrained` for the arguments.
         """
+        check_options(cls, options)
         model = load_model(
             path,
             lora=lora,

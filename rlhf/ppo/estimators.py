@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -123,8 +124,8 @@ class GRPO:
             raise unknown_option("scale", self.scale, ("std", "none"), {"group": "std", "batch": "std", "False": "none", "True": "std"})
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof must be 1 (sample deviation) or 0 (population deviation); got {self.ddof!r}")
-        if not self.eps >= 0:
-            raise ConfigError(f"eps must be at least 0; got {self.eps}")
+        if not isinstance(self.eps, Real) or not self.eps >= 0:
+            raise ConfigError(f"eps must be a number of at least 0; got {self.eps!r}")
 
     def __call__(self, experience: Experience) -> Advantages:
         def estimate(scores: Tensor, group: Tensor, mask: Tensor) -> Advantages:
@@ -215,5 +216,5 @@ def _trained(experience: Experience) -> Tensor:
 
 def _check_unit(**options: float) -> None:
     for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name} must be between 0 and 1, got {value}")
+        if not isinstance(value, Real) or not 0 <= value <= 1:
+            raise ConfigError(f"{name} must be a number between 0 and 1, got {value!r}")

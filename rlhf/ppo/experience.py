@@ -129,7 +129,12 @@ class Experience:
         """
         if self.rewards is None:
             raise ConfigError("with_advantages needs rewards; pass them to make_experience")
-        name = type(estimator).__name__
+        if isinstance(estimator, type) or not callable(estimator):
+            got = f"the class {estimator.__name__}; write {estimator.__name__}()" if isinstance(estimator, type) else f"{estimator!r:.80}"
+            raise ConfigError(f"estimator must be a callable, experience -> Advantages, such as GAE(); got {got}")
+        if kl is not None and not hasattr(kl, "estimator"):
+            raise ConfigError(f"kl must be a KLPenalty; got {kl!r:.80}. Write kl=KLPenalty(0.001)")
+        name = getattr(estimator, "__name__", type(estimator).__name__)
         if getattr(estimator, "reads", "token_rewards") == "scores" and kl is not None:
             raise ConfigError(
                 f"{name} reads one score a response, so kl= has no place to act; put the KL into the loss instead: "
@@ -148,11 +153,16 @@ class Experience:
             total, count = sum_over_processes(torch.stack([kl_mean(divergence, mask).double() * rows, rows.double()])).tolist()
             kl.update(total / max(count, 1.0), int(count))
         prepared = replace(self, token_rewards=token_rewards, extras=extras)
-        result = estimator(prepared)
+        result: Any = estimator(prepared)
+        if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(value, Tensor) for value in result):
+            raise ShapeError(f"{name} must return Advantages(advantages, returns), two tensors [B, T]; got {type(result).__name__}")
         for part, value in zip(Advantages._fields, result, strict=True):
             if value.shape != token_rewards.shape:
                 raise ShapeError(f"{name} must return {part} of shape {list(token_rewards.shape)}, [B, T]; got {list(value.shape)}")
-        advantages, returns = (torch.where(self.rollout.response_mask, value, 0.0) for value in result)
+            if not bool(value[self.loss_weights > 0].isfinite().all()):
+                raise ShapeError(f"{name} must return finite {part} for all tokens with a loss weight; got NaN or infinity")
+        # a row without a score is not trained on: what a careless estimator makes of its NaN must not reach the metrics
+        advantages, returns = (torch.where(self.rollout.response_mask & value.isfinite(), value, 0.0) for value in result)
         return replace(prepared, advantages=advantages, returns=returns)
 
     def _placed_rewards(self) -> Tensor:
@@ -221,8 +231,21 @@ def make_experience(
 
     Raises:
         StaleRolloutError: rows were sampled by older or unknown weights.
-        ConfigError: rows were sampled with top-p, top-k or min-p and no correction is given, or log-probabilities are missing.
+        ConfigError: rows were sampled with top-p, top-k or min-p and no correction is given, or log-probabilities are missing; an
+            argument is not what it should be.
     """
+    for name, value, method, wanted in (
+        ("rollout", rollout, "response_mask", "a Rollout"),
+        ("rewards", rewards, "scores", "what reward(rollout) returns"),
+        ("actor", actor, "logprobs", "an Actor"),
+        ("reference", reference, "logprobs", "anything with logprobs(rollout), such as actor.reference()"),
+        ("critic", critic, "values", "a Critic"),
+        ("correction", correction, "weights", "an ImportanceCorrection"),
+    ):
+        if not hasattr(value, method) and (value is not None or name in ("rollout", "actor")):
+            raise ConfigError(f"{name} must be {wanted}; got {type(value).__name__}")
+    if max_staleness is not None and not max_staleness >= 0:
+        raise ConfigError(f"max_staleness must be at least 0, or None for any age; got {max_staleness}")
     if old_logprobs not in ("actor", "rollout"):
         raise unknown_option("old_logprobs", old_logprobs, ("actor", "rollout"))
     _check_fresh(rollout, int(actor.weight_version), max_staleness)

@@ -6,6 +6,7 @@ Legend: B rows, T longest response. A log-probability is that of the token which
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -248,8 +249,8 @@ class KLPenalty:
 
 
 def _checked(name: str, value: float, *, zero: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{name} must be a finite number {'of at least 0' if zero else 'above 0'}; got {value}")
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{name} must be a finite number {'of at least 0' if zero else 'above 0'}; got {value!r}")
     return float(value)
 
 

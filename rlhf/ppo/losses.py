@@ -7,6 +7,7 @@ and processes just add up.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -245,21 +246,21 @@ def value_loss(
 
 def clip_range(clip: float | tuple[float, float]) -> tuple[float, float]:
     """(low, high) of a clip given as one number or as two; ConfigError unless both are at least 0."""
-    low, high = clip if isinstance(clip, tuple | list) else (clip, clip)
-    if not (low >= 0 and high >= 0):
+    bounds = tuple(clip) if isinstance(clip, tuple | list) else (clip, clip)
+    if len(bounds) != 2 or not all(isinstance(bound, Real) and bound >= 0 for bound in bounds):
         raise ConfigError(f"clip must be at least 0, or a pair (low, high) of such numbers, got {clip}; 0.2 and (0.2, 0.28) are usual")
-    return low, high
+    return bounds
 
 
 def check_dual_clip(dual_clip: float | None) -> None:
     """Raise a ConfigError unless dual_clip is None or above 1."""
-    if dual_clip is not None and not dual_clip > 1:
+    if dual_clip is not None and not (isinstance(dual_clip, Real) and dual_clip > 1):
         raise ConfigError(f"dual_clip must be above 1, got {dual_clip}; 3.0 is usual, None leaves it out")
 
 
 def check_value_clip(clip: float | None) -> None:
     """Raise a ConfigError unless the clip of the value loss is None or at least 0."""
-    if clip is not None and not clip >= 0:
+    if clip is not None and not (isinstance(clip, Real) and clip >= 0):
         raise ConfigError(f"clip must be at least 0, or None for no clipping; got {clip}")
 
 

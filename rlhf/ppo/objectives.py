@@ -6,8 +6,10 @@ go where. Write your own in the same form (see `PolicyLoss` for what the optiona
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,8 +79,12 @@ class PolicyLoss:
         clip_range(self.clip)
         check_dual_clip(self.dual_clip)
         check_aggregation(self.aggregate, self.constant)
-        if not self.kl_coef >= 0:
-            raise ConfigError(f"kl_coef must be at least 0, got {self.kl_coef}; a negative one would reward leaving the reference")
+        if not (_is_finite(self.kl_coef) and self.kl_coef >= 0):
+            raise ConfigError(
+                f"kl_coef must be at least 0 and finite, got {self.kl_coef!r}; a negative one would reward leaving the reference"
+            )
+        if not _is_finite(self.entropy_coef):
+            raise ConfigError(f"entropy_coef must be a finite number, got {self.entropy_coef!r}; 0.0 leaves the bonus out")
         if self.kl_estimator == "k1":
             raise ConfigError(
                 "kl_estimator must not be 'k1': logp − ref as a loss has an expected gradient of 0, so it would not hold the policy back; "
@@ -158,8 +164,8 @@ class ValueLoss:
     def __post_init__(self) -> None:
         check_value_clip(self.clip)
         check_aggregation(self.aggregate, self.constant)
-        if not self.coef > 0:
-            raise ConfigError(f"coef must be above 0, got {self.coef}; 0.5 is usual")
+        if not (_is_finite(self.coef) and self.coef > 0):
+            raise ConfigError(f"coef must be above 0, got {self.coef!r}; 0.5 is usual")
 
     def weights(self, mask: Tensor, *, tokens: int | Tensor | None = None, sequences: int | Tensor | None = None) -> Tensor:
         """[B, T] the weight of each token, from the counts of the whole mini-batch over all processes."""
@@ -172,6 +178,10 @@ class ValueLoss:
         if self.clip is not None:
             old_values = _present(old_values, "values", "pass critic= to make_experience, or use ValueLoss(clip=None)")
         return value_loss(output.values, old_values, returns, weights > 0, clip=self.clip, coef=self.coef, weights=weights)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:

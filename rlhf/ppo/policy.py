@@ -13,8 +13,8 @@ from torch.func import functional_call
 
 from rlhf.adapters import LoRA, adapter_is_zero, adapter_off, is_adapted, load_model, merged_model, own_turn, trained_state
 from rlhf.errors import ConfigError, ModelError
-from rlhf.learner import Learner, Loss, PolicyOutput, default_micro_batch_tokens
-from rlhf.models import at_least_float32, load_tokenizer, save_model
+from rlhf.learner import Learner, Loss, PolicyOutput, check_options, default_micro_batch_tokens
+from rlhf.models import at_least_float32, base_model, load_tokenizer, save_model
 from rlhf.ppo.objectives import PolicyLoss
 from rlhf.rollout.batch import Rollout
 from rlhf.scoring import PackedBatch, ScoringModule, packed_batches
@@ -68,6 +68,7 @@ class Actor(Learner):
             quantization: a quantization config of transformers, for an adapter on quantised weights (QLoRA).
             options: see `Actor`.
         """
+        check_options(cls, options)
         model = load_model(
             path,
             lora=lora,
@@ -154,6 +155,9 @@ class Reference:
         """[B, T] log-probabilities of the sampled tokens at each row's temperature (0 scores as 1); 0 off the mask."""
         return _logprobs(self.module, self.module, rollout, self.micro_batch_tokens)
 
+    def __repr__(self) -> str:
+        return f"Reference({type(self.module.model).__name__}, a frozen copy)"
+
 
 class AdapterReference:
     """The policy of a moment, on the base weights that the actor goes on sharing: its adapter switched off, or a frozen copy of it.
@@ -175,6 +179,10 @@ class AdapterReference:
         """[B, T] log-probabilities of the sampled tokens at each row's temperature (0 scores as 1); 0 off the mask."""
         with own_turn(self.module.model), nullcontext() if self._frozen is not None else adapter_off(self.module.model):
             return _logprobs(self._scored, self.module, rollout, self.micro_batch_tokens)
+
+    def __repr__(self) -> str:
+        kept = "adapter off" if self._frozen is None else "a frozen copy of the adapter"
+        return f"AdapterReference({type(base_model(self.module.model)).__name__}, base shared with the actor, {kept})"
 
     def _scored(self, *arguments: Any) -> tuple[Tensor, ...]:
         return self.module(*arguments) if self._frozen is None else functional_call(self.module, self._frozen, arguments)

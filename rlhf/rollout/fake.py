@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.errors import ConfigError, EngineError, RolloutError
 from rlhf.rollout.batch import FinishReason, Rollout
 from rlhf.rollout.engine import Prompts, RolloutEngine, encode_prompts
-from rlhf.rollout.sampling import SamplingParams
+from rlhf.rollout.sampling import SamplingParams, check_sampling
 
 
 class FakePrompt(NamedTuple):
@@ -98,6 +98,7 @@ class FakeEngine(RolloutEngine):
         Raises:
             EngineError: the engine is closed, the script has nothing for a prompt, or a response is shorter than min_new_tokens.
         """
+        check_sampling(sampling)
         with self._lock:
             self._check_open()
             encoded = encode_prompts(prompts, self.tokenizer)

@@ -92,6 +92,12 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
+def check_sampling(sampling: object) -> None:
+    """Raise a ConfigError unless this is a `SamplingParams`."""
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"sampling must be SamplingParams, got {type(sampling).__name__}; write SamplingParams(n=8, max_new_tokens=128)")
+
+
 _ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_length": "max_new_tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+import weakref
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf.parallel import own_seed
 from rlhf.rollout.batch import Rollout
 from rlhf.rollout.decoding import Call, Decoder
 from rlhf.rollout.engine import Prompts, RolloutEngine, encode_prompts
-from rlhf.rollout.sampling import SamplingParams
+from rlhf.rollout.sampling import SamplingParams, check_sampling
 
 PROGRESS_SECONDS = 0.25  # between looks at how far a call is
 LEAVE_SECONDS = 30.0
@@ -71,6 +72,7 @@ class TransformersEngine(RolloutEngine):
         self.progress = progress
         self._seeds = torch.Generator().manual_seed(own_seed(seed))
         self._version = 0
+        self._taken_from: weakref.ref[Any] | None = None  # the model that the present weights are a copy of
         self._closed = False
         head = self._actor.module.head if self._actor is not None else find_head(self.model)
         self._decoder = Decoder(
@@ -130,6 +132,18 @@ class TransformersEngine(RolloutEngine):
         await asyncio.wrap_future(call.future)
         return self._rollout(call, rows, version)
 
+    def sync(self, source: Any) -> bool:
+        """Update the weights if they are not those of `source` at its version; True if it did.
+
+        Equal versions of different models are different weights: two Actors that were never trained both say 0.
+        """
+        model = _model_of(source)
+        taken = model is self.model or (self._taken_from is not None and self._taken_from() is model)
+        if taken and getattr(source, "weight_version", None) == self.weight_version:
+            return False
+        self.update_weights(source)
+        return True
+
     def update_weights(self, source: Any) -> None:
         """Copy the weights of `source` (an Actor or a model with the same parameters) into the engine's model.
 
@@ -156,7 +170,7 @@ class TransformersEngine(RolloutEngine):
                 )
             for name, parameter in own.items():
                 parameter.copy_(theirs[name])
-            self._version = version
+            self._version, self._taken_from = version, weakref.ref(model)
 
     def close(self) -> None:
         """Refuse further calls; the model stays with whoever made it."""
@@ -168,6 +182,7 @@ class TransformersEngine(RolloutEngine):
         """The call, under way; the dataset row of each prompt; the version of the weights that answer it."""
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
+        check_sampling(sampling)
         encoded = encode_prompts(prompts, self.tokenizer)
         ids = [entry[0] for entry in encoded]
         seed = own_seed(sampling.seed) if sampling.seed is not None else int(torch.randint(2**62, (1,), generator=self._seeds))

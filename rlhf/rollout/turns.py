@@ -88,7 +88,7 @@ def from_turns(
     >>> merged.response_ids.tolist(), merged.response_mask.tolist()
     ([[3, 4, 8, 9, 5]], [[True, True, False, False, True]])
     """
-    parsed = [[_parse(turn, f"episodes[{e}][{t}]") for t, turn in enumerate(turns)] for e, turns in enumerate(episodes)]
+    parsed = [[_parse(turn, f"episodes[{e}][{t}]") for t, turn in enumerate(turns)] for e, turns in enumerate(_listed_episodes(episodes))]
     count = len(parsed)
     for e, turns in enumerate(parsed):
         if not turns:
@@ -182,6 +182,16 @@ def _merge(turns: list[_ParsedTurn]) -> list[_Span]:
     return spans
 
 
+def _listed_episodes(episodes: Any) -> list[Any]:
+    if not isinstance(episodes, Iterable) or isinstance(episodes, (str, Mapping)):
+        raise RolloutError(f"episodes must be a list of lists of turns, got {type(episodes).__name__}")
+    listed = list(episodes)
+    for e, turns in enumerate(listed):
+        if not isinstance(turns, Iterable) or isinstance(turns, (str, Mapping)):
+            raise RolloutError(f"episodes[{e}] must be a list of turns, got {type(turns).__name__}; put the turns of an episode in a list")
+    return listed
+
+
 _NAMES = tuple(item.name for item in fields(Turn))
 
 
@@ -209,7 +219,10 @@ def _parse(turn: object, where: str) -> _ParsedTurn:
             f"{where}.logprobs must have {len(response_ids)} entries, one for each response id, got {len(logprobs)}; "
             "pair them as the engine returned them (is the end token counted once on both sides?)"
         )
-    reward = None if turn.reward is None else float(turn.reward)
+    try:
+        reward = None if turn.reward is None else float(turn.reward)
+    except (TypeError, ValueError):
+        raise RolloutError(f"{where}.reward must be a number, got {turn.reward!r:.80}; use None where nothing is known") from None
     if reward is not None and not math.isfinite(reward):
         raise RolloutError(f"{where}.reward must be finite, got {reward}; use None where nothing is known")
     if isinstance(turn.weight_version, bool) or not isinstance(turn.weight_version, int):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rlhf.errors import ModelError, RLHFWarning
+from rlhf.errors import ModelError, RLHFWarning, RolloutError
 from rlhf.models import (
     LogitHead,
     ScalarHead,
@@ -27,6 +27,7 @@ from rlhf.models import (
     evaluating,
     experts_per_token,
     find_head,
+    max_positions,
     text_config,
 )
 from rlhf.rollout.batch import Rollout
@@ -188,9 +189,31 @@ class PackedBackbone(nn.Module):
 
 def packed_batches(rollout: Rollout, backbone: PackedBackbone, budget: int, *, last_token: bool = False) -> Iterator[PackedBatch]:
     """The micro-batches of a rollout on the backbone's device, for passes without gradients; see `plan_micro_batches`."""
+    check_readable(rollout, backbone.model)
     plan = plan_micro_batches(rollout, budget=budget, layout=backbone.layout, hidden_size=backbone.hidden_size, last_token=last_token)
     for packs in plan:
         yield collate(rollout, packs, layout=backbone.layout, last_token=last_token).to(backbone.device)
+
+
+def check_readable(rollout: Rollout, model: Any) -> None:
+    """Raise a RolloutError for token ids or positions that the model has no embeddings for; on a GPU they would end the process.
+
+    Rotary positions have no table to run out of, so any length is scored with them.
+    """
+    if not len(rollout):
+        return
+    vocabulary = base_model(model).get_input_embeddings().weight.shape[0]
+    response = rollout.response_ids.masked_fill(~rollout.padding_mask, 0)
+    for name, ids in (("prompt_ids", torch.cat(rollout.prompt_ids)), ("response_ids", response)):
+        if ids.numel() and int(ids.max()) >= vocabulary:
+            raise RolloutError(f"{name} must be below the model's {vocabulary} embeddings, got {int(ids.max())}; of another tokenizer?")
+    config = text_config(model)
+    positions = None if hasattr(config, "rope_parameters") or hasattr(config, "rope_theta") else max_positions(model)
+    longest = max(len(ids) + length for ids, length in zip(rollout.prompt_ids, rollout.lengths.tolist(), strict=True))
+    if positions is not None and longest > positions:
+        raise RolloutError(
+            f"prompt and response must fit the model's {positions} positions, got {longest} tokens; leave such rows out with select"
+        )
 
 
 def _probe_rollout(model: Any) -> Rollout:

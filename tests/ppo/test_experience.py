@@ -511,3 +511,44 @@ def test_explained_variance_of_constant_returns_is_undefined():
     assert math.isnan(experience.metrics()["critic/explained_variance"])
     perfect = experience_of(rollout_of(1, 1), [1.0, 0.0], values=[[1.0], [0.0]]).with_advantages(GAE(whiten=False))
     assert perfect.metrics()["critic/explained_variance"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"actor": None}, "actor must be an Actor; got NoneType"),
+        ({"rewards": torch.ones(2)}, r"rewards must be what reward\(rollout\) returns; got Tensor"),
+        ({"reference": True}, "reference must be anything with logprobs"),
+        ({"critic": object()}, "critic must be a Critic; got object"),
+        ({"correction": True}, "correction must be an ImportanceCorrection; got bool"),
+        ({"max_staleness": -1}, "max_staleness must be at least 0"),
+        ({"rollout": [1]}, "rollout must be a Rollout; got list"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(options, message):
+    arguments = {"rollout": Rollout.build([[1]] * 2, [[2]] * 2), "rewards": None, "actor": Says([[0.0]] * 2)} | options
+    rollout, rewards = arguments.pop("rollout"), arguments.pop("rewards")
+    with pytest.raises(ConfigError, match=message):
+        make_experience(rollout, rewards, **arguments)
+
+
+@pytest.mark.parametrize(
+    "estimator, kl, error, message",
+    [
+        (GRPO, None, ConfigError, r"got the class GRPO; write GRPO\(\)"),
+        ("grpo", None, ConfigError, "estimator must be a callable.*got 'grpo'"),
+        (GAE(), 0.1, ConfigError, r"kl must be a KLPenalty; got 0.1\. Write kl=KLPenalty"),
+        (lambda experience: None, None, ShapeError, r"must return Advantages\(advantages, returns\).*got NoneType"),
+        (lambda experience: Advantages(torch.tensor([[NAN], [0.0]]), torch.zeros(2, 1)), None, ShapeError, "must return finite advantages"),
+    ],
+)
+def test_what_an_estimator_of_ones_own_gets_wrong_is_named(estimator, kl, error, message):
+    experience = Experience(rollout=Rollout.build([[1]] * 2, [[2]] * 2), rewards=rewards_of([1.0, 0.0]))
+    with pytest.raises(error, match=message):
+        experience.with_advantages(estimator, kl=kl)
+
+
+def test_nan_that_an_estimator_makes_of_a_row_without_a_score_goes_no_further():
+    experience = Experience(rollout=Rollout.build([[1]] * 2, [[2]] * 2), rewards=rewards_of([1.0, None]))
+    advantages = experience.with_advantages(lambda e: Advantages(e.rewards.scores[:, None], e.rewards.scores[:, None])).advantages
+    assert advantages.tolist() == [[1.0], [0.0]]

@@ -177,6 +177,13 @@ def test_what_the_experience_lacks_is_named_with_advice(parts, missing, advice):
         ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
         ({"kl_estimator": "low_var_kl"}, "did you mean 'k3'"),
         ({"kind": "ppo"}, "kind must be a function"),
+        ({"clip": "0.2"}, "clip must be at least 0, or a pair"),
+        ({"clip": (0.2, 0.3, 0.4)}, "clip must be at least 0, or a pair"),
+        ({"clip": None}, "clip must be at least 0, or a pair"),
+        ({"dual_clip": "3"}, "dual_clip must be above 1"),
+        ({"kl_coef": float("inf")}, "kl_coef must be at least 0 and finite"),
+        ({"entropy_coef": float("nan")}, "entropy_coef must be a finite number, got nan"),
+        ({"entropy_coef": "0.01"}, "entropy_coef must be a finite number, got '0.01'"),
     ],
 )
 def test_bad_options_raise_when_the_loss_is_made(options, words):
@@ -184,7 +191,7 @@ def test_bad_options_raise_when_the_loss_is_made(options, words):
         PolicyLoss(**options)
 
 
-@pytest.mark.parametrize("options", [{"clip": -1}, {"coef": 0}, {"aggregate": "mean"}, {"constant": 2}])
+@pytest.mark.parametrize("options", [{"clip": -1}, {"clip": "1"}, {"coef": 0}, {"coef": "1"}, {"aggregate": "mean"}, {"constant": 2}])
 def test_bad_options_of_the_value_loss_raise_when_it_is_made(options):
     with pytest.raises(ConfigError):
         ValueLoss(**options)

@@ -455,6 +455,24 @@ def test_an_engine_that_shares_an_actors_weights_never_overwrites_them() -> None
     assert all(torch.equal(value, before[name]) for name, value in actor.model.state_dict().items())
 
 
+def test_equal_versions_of_different_models_are_different_weights() -> None:
+    first, second = (rlhf.Actor(tiny_model("qwen2", seed=seed), char_tokenizer()) for seed in (0, 1))
+    sampling = SamplingParams(n=2, max_new_tokens=4, seed=0)
+    with pytest.raises(EngineError, match="make a TransformersEngine for each Actor"):
+        _engine(first).generate(["1"], sampling, weights=second)
+    engine = _engine(tiny_model("qwen2", seed=2), char_tokenizer())
+    for actor in (first, second):
+        _assert_exact(actor.model, engine.generate(["1"], sampling, weights=actor))
+        assert engine.sync(actor) is False
+
+
+@pytest.mark.parametrize("sampling", [None, {"n": 2}])
+def test_options_that_are_no_sampling_params_are_named(sampling: Any) -> None:
+    for engine in (_engine(tiny_model("qwen2"), char_tokenizer()), rlhf.FakeEngine()):
+        with pytest.raises(ConfigError, match=f"sampling must be SamplingParams, got {type(sampling).__name__}"):
+            engine.generate("1", sampling)
+
+
 def test_weights_that_change_under_a_running_call_are_an_error_and_not_a_mixture() -> None:
     actor = rlhf.Actor(tiny_model("qwen2", eos=NEVER), char_tokenizer())
     engine = _engine(actor)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlhf.scoring.layout
 import rlhf.scoring.module
-from rlhf import ModelError, RLHFWarning, Rollout
+from rlhf import Actor, Experience, ModelError, RLHFWarning, Rollout, RolloutError, SupervisedLoss
 from rlhf.models import LogitHead, ScalarHead
 from rlhf.scoring import LAYOUTS, ScoringModule, ValueModule, collate, packed_batches, plan_micro_batches, token_statistics
 from tests.batches import gradients, plain_statistics, ragged_rollout, with_exact_norms
@@ -25,6 +25,28 @@ from tests.models import FAMILIES, tiny_model
 
 # An eager softmax runs in float32 whatever the model: what float64 leaves there is float32's rounding.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "eager float64": 2e-6}
+
+
+@pytest.mark.parametrize(
+    "family, rollout, message",
+    [
+        ("gpt2", Rollout.build([[5] * 250], [[6] * 7]), "fit the model's 256 positions, got 257 tokens"),
+        ("qwen2", Rollout.build([[5]], [[600]]), "response_ids must be below the model's 64 embeddings, got 600"),
+        ("qwen2", Rollout.build([[500]], [[6]]), "prompt_ids must be below the model's 64 embeddings, got 500"),
+    ],
+)
+def test_what_the_model_has_no_embedding_for_is_named_before_it_ends_the_process(family, rollout, message):
+    actor = Actor(tiny_model(family))
+    with pytest.raises(RolloutError, match=message):
+        actor.logprobs(rollout)
+    with pytest.raises(RolloutError, match=message):
+        actor.update(Experience(rollout=rollout), SupervisedLoss())
+
+
+def test_padding_may_hold_any_id_and_rotary_positions_have_no_end():
+    rollout = Rollout.build([[5] * 250, [5]], [[6] * 7, [7]])
+    rollout.response_ids[1, 1:] = 999
+    assert Actor(tiny_model("qwen2")).logprobs(rollout).isfinite().all()
 
 
 def scored(module, rollout, *, budget=64):
