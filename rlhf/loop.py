@@ -105,8 +105,14 @@ class OnPolicyLoop:
             raise ConfigError(f"{name} reads one score a response, so {used} has no place to act; use {advice}")
         if getattr(self.loss, "kl_coef", 0) and self.reference is None:
             raise ConfigError("kl_coef of the loss needs a reference; pass reference=actor.reference()")
+        if self.eval_every < 0 or self.critic_warmup < 0:
+            raise ConfigError(f"eval_every and critic_warmup must be at least 0; got {self.eval_every} and {self.critic_warmup}")
         if not isinstance(self.engine, RolloutEngine):
-            return  # a callable samples as it likes
+            if not callable(self.engine):
+                raise ConfigError(f"engine must be a RolloutEngine or a callable, prompts -> Rollout; got {type(self.engine).__name__}")
+            if self.evals:
+                raise ConfigError("a callable engine samples as it likes, so evals= cannot be sampled as they ask; pass a RolloutEngine")
+            return
         check_sampling(self.sampling)
         if self.sampling.temperature == 0:
             raise ConfigError("sampling has temperature 0, and greedy responses cannot be trained on; use SamplingParams(temperature=1.0)")

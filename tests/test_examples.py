@@ -15,7 +15,7 @@ import pytest
 
 import rlhf
 from tests.models import char_tokenizer, tiny_model
-from tests.test_processes import launch
+from tests.test_processes import TORCHRUN, launch
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -251,7 +251,7 @@ def test_gsm8k_takes_presets_and_flags_overrule_them(example: Any) -> None:
 @pytest.mark.slow
 def test_gsm8k_runs_in_two_processes_and_writes_once(folder: Path) -> None:
     paths = ["--model", str(folder / "model"), "--data", str(folder / "data"), "--out", str(folder / "out")]
-    done = launch(2, FOLDER / "gsm8k.py", *paths, "--algorithm", "grpo", "--responses", "2", *SMALL)
+    done = launch(TORCHRUN, 2, FOLDER / "gsm8k.py", *paths, "--algorithm", "grpo", "--responses", "2", *SMALL)
     summary = json.loads((folder / "out" / "grpo.summary.json").read_text())
     assert summary["processes"] == len(summary["peak_memory_gb"]) == 2
     assert len(summary["reward"]) == 2

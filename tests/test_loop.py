@@ -110,6 +110,23 @@ def test_any_callable_from_prompts_to_a_rollout_can_be_the_engine(parts: dict[st
     assert seen == [4]
 
 
+def test_a_callable_cannot_be_asked_for_greedy_evaluations(parts: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="samples as it likes"):
+        rlhf.OnPolicyLoop(**parts | {"engine": lambda prompts: None, "evals": {"one": rlhf.EvalSet(["a"])}})
+    with pytest.raises(ConfigError, match="engine must be a RolloutEngine or a callable"):
+        rlhf.OnPolicyLoop(**parts | {"engine": None})
+
+
+def test_the_losses_of_actor_and_critic_cannot_be_exchanged(parts: dict[str, Any]) -> None:
+    critic = rlhf.Critic(copy.deepcopy(parts["actor"].model), lr=1e-3)
+    rollout = parts["engine"].generate(["ab", "ba"], rlhf.SamplingParams(n=2, max_new_tokens=3))
+    experience = rlhf.make_experience(rollout, parts["reward"](rollout), actor=parts["actor"], critic=critic).with_advantages(rlhf.GAE())
+    with pytest.raises(ConfigError, match="for a Critic"):
+        parts["actor"].update(experience, rlhf.ValueLoss())
+    with pytest.raises(ConfigError, match="for an Actor"):
+        critic.update(experience, rlhf.PolicyLoss())
+
+
 def test_a_stale_rollout_is_refused_before_anything_is_trained(parts: dict[str, Any]) -> None:
     stored = parts["engine"].generate(["ab"], rlhf.SamplingParams(n=4, max_new_tokens=3))
     loop = rlhf.OnPolicyLoop(**parts | {"engine": lambda prompts: stored})
@@ -136,6 +153,7 @@ def test_a_sampler_is_told_the_results_of_each_step(parts: dict[str, Any]) -> No
         ({"critic_warmup": 3}, "needs a critic"),
         ({"kl": rlhf.KLPenalty(0.1)}, "needs a reference"),
         ({"eval_every": 5}, "nothing to evaluate"),
+        ({"eval_every": -1, "evals": {"one": rlhf.EvalSet(["a"])}}, "at least 0; got -1 and 0"),
         ({"eval_every": 5, "evals": [1]}, "evals must be a dict from name to EvalSet.*got list"),
         ({"estimator": rlhf.GAE()}, "GAE needs a critic"),
         ({"estimator": rlhf.GRPO}, r"the class GRPO; write GRPO\(\)"),

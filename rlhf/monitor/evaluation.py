@@ -49,6 +49,8 @@ class EvalSet:
     correct_above: float = 0.5
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompts, str):
+            raise ConfigError("prompts must be a list of prompts, got one text; put it in a list")
         if not len(self.prompts):
             raise ConfigError("an EvalSet needs at least one prompt; got none")
 

@@ -66,7 +66,7 @@ class Critic(Learner):
     ) -> Critic:
         """Load a critic from a folder, hub name or GGUF file of a language model, with the scalar head stored there or a new one.
 
-        See `Actor.from_pretrained` for the arguments.
+        See `Actor.from_pretrained` for the arguments; a critic reads ids, so a tokenizer is only saved beside it.
         """
         check_options(cls, options)
         model = load_model(

@@ -113,6 +113,8 @@ class PolicyLoss:
         Returns:
             LossOutput: the sum of the weighted token losses; metrics of the surrogate, entropy, and kl_loss_term (kl_coef aside).
         """
+        if not hasattr(policy, "logprobs"):
+            raise ConfigError("PolicyLoss is for an Actor; a Critic minimises ValueLoss()")
         mask = weights > 0
         output = self.kind(
             policy.logprobs,
@@ -173,6 +175,8 @@ class ValueLoss:
 
     def __call__(self, output: ValueOutput, batch: Experience, weights: Tensor) -> LossOutput:
         """The loss of a micro-batch: output.values and weights are [B, T], weights above 0 where a token counts."""
+        if not hasattr(output, "values"):
+            raise ConfigError("ValueLoss is for a Critic; an Actor minimises PolicyLoss()")
         returns = _present(batch.returns, "returns", "call experience.with_advantages(estimator) before the update")
         old_values = batch.values
         if self.clip is not None:

@@ -72,6 +72,11 @@ def test_an_evaluation_counts_a_failing_reward_and_scores_it_zero() -> None:
     assert metrics["mean"] == 0.0
 
 
+def test_a_single_text_is_not_a_set_of_prompts() -> None:
+    with pytest.raises(ConfigError, match="put it in a list"):
+        rlhf.EvalSet("abc")
+
+
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one prompt"):
         rlhf.EvalSet([])
